@@ -2,6 +2,7 @@
 quality:
 	ruff check .
 	ruff format --check .
+	python .ci/check_ceilings.py
 style:
 	ruff check --fix .
 	ruff format .

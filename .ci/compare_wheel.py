@@ -5,7 +5,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")
-SUFFIXES = (".py", ".jinja", ".bib", "py.typed")
+SUFFIXES = (".py", ".jinja", ".bib", ".jsonl", "py.typed")
 
 
 def is_ours(name: str) -> bool:

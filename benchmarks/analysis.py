@@ -20,9 +20,6 @@ from tokenahead.configuration.fields import requested_states
 from tokenahead.modeling import EvaByteForMTPC
 from tokenahead.modeling.common.backbone_parts import BackboneParts
 
-MOST_BRANCHES = 10**6
-"""Continuations that an exact enumeration may have."""
-
 
 @dataclass
 class Marginals:
@@ -68,16 +65,8 @@ def marginal_log_probs(
         batch_size: Continuations per model call.
 
     Raises:
-        ValueError: An exact enumeration that is too large, a position in padding, or a model without such a cache.
+        ValueError: A position in padding, or a model without such a cache.
     """
-    vocab_size = model.config.get_text_config().vocab_size
-    if not 0 < mass <= 1:
-        raise ValueError(f"mass={mass} must lie in (0, 1]")
-    if mass == 1 and max_branches is None and vocab_size ** (k - 1) > MOST_BRANCHES:
-        raise ValueError(
-            f"mass=1 with k={k} and {vocab_size} tokens needs {vocab_size ** (k - 1):,} continuations per position; at "
-            f"most {MOST_BRANCHES:,} are enumerated: lower mass, or set max_branches"
-        )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = []
     for ids, real in zip(input_ids, mask.bool()):
@@ -190,19 +179,7 @@ def next_token_spread(
     return entropy, {mass: (before < mass).sum(-1) for mass in masses}
 
 
-def _run(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    layers: list[int],
-    logits: int = 1,
-) -> Any:
-    positions = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    return model(
-        input_ids,
-        attention_mask=attention_mask,
-        position_ids=positions,
-        use_cache=False,
-        logits_to_keep=logits,
-        output_hidden_states=requested_states(layers),
-    )
+def _run(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, layers: list[int], logits: int = 1) -> Any:
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+    how = {"use_cache": False, "logits_to_keep": logits, "output_hidden_states": requested_states(layers)}
+    return model(ids, attention_mask=mask, position_ids=positions, **how)

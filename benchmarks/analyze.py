@@ -3,7 +3,7 @@
     python benchmarks/analyze.py --depth 4 -- --model_name_or_path MODEL --dataset_name DATA --drafter heads
     python benchmarks/analyze.py -- CONFIG.yaml --drafter heads:HEADS      # the file of a training
 
-The words behind `--` are those of `tokenahead train`; `analysis.json` and `analysis.png` stand in its `output_dir`.
+The words behind `--` are those of `tokenahead train`; `analysis.json` stands in its `output_dir`.
 
 At positions in held-out text, for every depth j, in nats per token of the text:
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,9 +26,6 @@ from typing import Any
 
 import torch
 from analysis import layer_divergences, marginal_log_probs, next_token_spread
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedModel, PrinterCallback, set_seed
 
 from tokenahead.modeling import EvaByteForMTPC, MTPHeads
@@ -39,17 +35,9 @@ from tokenahead.training.commands.settings import Settings, read_settings
 from tokenahead.training.commands.train import make_trainer
 from tokenahead.training.evaluation import environment
 from tokenahead.training.evaluation.drafts import drafted_probs, has_probs
-from tokenahead.training.utils import replace_figure, replace_file
+from tokenahead.training.utils import replace_file
 
 FIGURES = "analysis.json"
-PICTURE = "analysis.png"
-_LINES = {
-    "marginal": ("backbone, tokens between summed out", "C0o-"),
-    "head": ("drafter, tokens between summed out", "C1s-"),
-    "head_given": ("drafter, tokens between known", "C2D--"),
-    "backbone_given": ("backbone, tokens between known", "k^:"),
-}
-_MISSING = 0.1  # of the mass of continuations, beyond which a marginal is hollow
 _OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1,
                     "disable_tqdm": True}  # fmt: skip
 
@@ -81,9 +69,7 @@ def analyze(settings: Settings, asked: argparse.Namespace) -> dict[str, Any]:
         "spread": _spread(trainee, positions),
         "environment": environment(),
     }
-    folder = settings.output
-    replace_file(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    replace_figure(folder / PICTURE, analysis_figure(found))
+    replace_file(settings.output / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return found
 
 
@@ -206,53 +192,6 @@ def summary(found: dict[str, Any]) -> str:
         parts = [f"{name} {value:.3f}" for name, value in row.items() if name != "depth"]
         lines.append(f"depth {row['depth']}: " + ", ".join(parts))
     return "\n".join(lines)
-
-
-def analysis_figure(found: dict[str, Any]) -> Figure:
-    """Draw losses by depth on the left; on the right, where it is known, the divergence of each layer."""
-    has_layers = bool(found["layers"])
-    figure, axes = _panels(1 + has_layers)
-    for name, (label, style) in _LINES.items():
-        rows = [(row["depth"], row[name]) for row in found["depths"] if name in row]
-        if rows:
-            axes[0].plot(*zip(*rows), style, label=label)
-    beyond = [row for row in found["depths"] if row.get("missing_mass", 0) > _MISSING]
-    if beyond:
-        label = f"hollow: more than {_MISSING:.0%} of the continuations left out"
-        points = [row["depth"] for row in beyond], [row["marginal"] for row in beyond]
-        axes[0].plot(*points, "C0o", markerfacecolor="white", zorder=3, label=label)
-    axes[0].set(title="Loss of the token so far ahead", xlabel="tokens ahead", ylabel="nats")
-    if has_layers:
-        axes[1].plot(range(1, len(found["layers"]) + 1), found["layers"], "C4o-")
-        axes[1].set(title="Divergence of a layer's distribution from the last", xlabel="layer", ylabel="nats")
-    for one in axes:
-        _from_zero(one)
-    _finish(axes)
-    return figure
-
-
-def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure of so many panels in a row."""
-    figure = Figure(figsize=((6.4 if count < 3 else 5.4) * count, 4.4), layout="constrained")
-    return figure, figure.subplots(1, count, squeeze=False)[0]
-
-
-def _finish(axes: Sequence[Axes]) -> None:
-    """Draw grids and legends, and whole numbers along each horizontal axis, also for a single value."""
-    for one in axes:
-        left, right = one.dataLim.intervalx
-        if left == right:
-            one.set_xlim(left - 1, right + 1)
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
-        one.grid(alpha=0.3)
-        if one.get_legend_handles_labels()[0]:
-            one.legend(fontsize=8, loc="best")
-
-
-def _from_zero(axes: Axes) -> None:
-    """Let the vertical axis begin at 0, with room for a marker above the largest value."""
-    top = axes.dataLim.intervaly[1]
-    axes.set_ylim(0, 1.06 * top if top > 0 else 1)
 
 
 def main() -> None:

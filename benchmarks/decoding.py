@@ -2,8 +2,6 @@
 
     python benchmarks/decoding.py                         # a random model of the demo's size
     python benchmarks/decoding.py --model tokenahead-demo/model --prompt "def main("
-    python benchmarks/decoding.py --size 85m --profile
-    python benchmarks/decoding.py --compile               # torch.compile with its default backend: needs a C++ compiler
     python benchmarks/decoding.py --batch 1 4 16          # batches of prompts of different lengths
     python benchmarks/decoding.py --batch 16 --processors history --drafter ngram     # a Llama, or any --model
     python benchmarks/decoding.py --batch 16 --processors history --model demo-llama --drafter demo-eagle1
@@ -26,8 +24,6 @@ disturbs them less; with more, of the wall clock.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -68,6 +64,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {},
     "adaptive": {"num_assistant_tokens_schedule": "adaptive"},
 }
+
+
+COLUMNS = (
+    "mode", "plain bytes/s", "speculative bytes/s", "speed-up", "bytes per call", "bare forward ms", "cycle ms",
+    "cycle overhead",
+)  # fmt: skip
 
 
 def evabyte(folder: str | None, size: str) -> EvaByteForMTPC:
@@ -116,7 +118,7 @@ def decode(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> tuple
     return now() - start, out
 
 
-def measure(model: Any, prompt: torch.Tensor, new_tokens: int, rounds: int) -> list[dict[str, str]]:
+def measure(model: Any, prompt: torch.Tensor, new_tokens: int, rounds: int) -> list[list[str]]:
     """One row per mode; plain and speculative runs alternate, so that a change of load meets both."""
     rows, inputs = [], {"input_ids": prompt}
     for name, options in MODES.items():
@@ -132,18 +134,8 @@ def measure(model: Any, prompt: torch.Tensor, new_tokens: int, rounds: int) -> l
             cycle = (ours - first) / (stats.backbone_calls - 1)
             runs.append((plain, ours, bare, cycle, cycle / bare, stats.tokens_per_call))
         plain, ours, bare, cycle, overhead, per_call = (statistics.median(column) for column in zip(*runs))
-        rows.append(
-            {
-                "mode": name,
-                "plain bytes/s": f"{new_tokens / plain:.0f}",
-                "speculative bytes/s": f"{new_tokens / ours:.0f}",
-                "speed-up": f"{plain / ours:.2f}",
-                "bytes per call": f"{per_call:.2f}",
-                "bare forward ms": f"{bare * 1e3:.2f}",
-                "cycle ms": f"{cycle * 1e3:.2f}",
-                "cycle overhead": f"{overhead:.2f}",
-            }
-        )
+        cells = (f"{new_tokens / plain:.0f}", f"{new_tokens / ours:.0f}", f"{plain / ours:.2f}", f"{per_call:.2f}")
+        rows.append([name, *cells, f"{bare * 1e3:.2f}", f"{cycle * 1e3:.2f}", f"{overhead:.2f}"])
     return rows
 
 
@@ -178,15 +170,6 @@ def measure_batches(model: Any, arguments: argparse.Namespace) -> list[list[str]
     return rows
 
 
-def profile(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> None:
-    """Print where the time of a greedy and of a sampled run goes, by function."""
-    for options in ({"do_sample": False}, DRAWN):
-        profiler = cProfile.Profile()
-        profiler.runcall(decode, model, inputs, max_new_tokens=new_tokens, **options)
-        print(options)
-        pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="directory of a checkpoint; random weights of --size otherwise")
@@ -195,8 +178,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, help="200; with --batch 96")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--profile", action="store_true", help="also print where the time goes")
-    parser.add_argument("--compile", action="store_true", help="model.forward = torch.compile(model.forward) first")
     parser.add_argument("--batch", type=int, nargs="+", help="measure batches of so many prompts")
     parser.add_argument("--processors", choices=PROCESSORS, nargs="+", default=list(PROCESSORS), help="of --batch")
     parser.add_argument("--prompt-length", type=int, default=48, help="of --batch: bytes of the longest prompt")
@@ -213,18 +194,12 @@ def main() -> None:
         loop.time = SimpleNamespace(perf_counter=now)  # the adaptive length must not see the load either
         columns = ("batch", "processors", "forward", "mode", "tokens per call", "tokens/s over plain")
         show(columns, measure_batches(model, arguments))
-        inputs = ragged_prompts(arguments.batch[-1], arguments.prompt_length)
     else:
-        if arguments.compile:
-            model.forward = torch.compile(model.forward)
-            measure(model, inputs["input_ids"], arguments.new_tokens, 1)  # compiles for every shape
         decode(model, inputs, max_new_tokens=20, do_sample=True)
         rows = measure(model, inputs["input_ids"], arguments.new_tokens, arguments.rounds)
         size = sum(parameter.numel() for parameter in model.parameters())
         title = f"{size / 1e6:.1f} M parameters, window {model.window}, {arguments.threads} threads, {model.dtype}"
-        show(rows[0], [row.values() for row in rows], title, 160)
-    if arguments.profile:
-        profile(model, inputs, arguments.new_tokens)
+        show(COLUMNS, rows, title, 160)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from measuring import markdown  # noqa: E402
-from serving_table import RESULTS  # noqa: E402
+from serving import RESULTS  # noqa: E402
 
 from tests.families import BACKBONES, NAMES, RETROFITS  # noqa: E402
 from tests.towers import TOWERS  # noqa: E402

@@ -32,9 +32,8 @@ from typing import Any
 import gpu_evabyte
 import torch
 import transformers
+from measuring import show
 from planned import Clock, plan_of, planned
-from rich.console import Console
-from rich.table import Table
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,6 +57,13 @@ MODES: dict[str, dict[str, Any]] = {
     "compiled": {"cache_implementation": "static"},
 }
 """Options of `generate`, for plain decoding and for drafts alike; the last two record the cycles of drafts."""
+
+
+COLUMNS = (
+    "shape", "batch", "context", "drafts", "mode", "first call, s", "cycle, ms: first", "median", "90 %", "longest",
+    "tokens per call", "ms per token", *(f"x plain {mode}" for mode in MODES), "peak GiB", "compiled per call",
+    "recorded per call",
+)  # fmt: skip
 
 
 def _few(model: LlamaForCausalLM) -> int:
@@ -237,18 +243,6 @@ def shown(row: Row, rows: list[Row]) -> list[str]:
     ]  # fmt: skip
 
 
-def table_of(rows: list[Row], title: str) -> Table:
-    """The table of all rows."""
-    table = Table(
-        "shape", "batch", "context", "drafts", "mode", "first call, s", "cycle, ms: first", "median", "90 %", "longest",
-        "tokens per call", "ms per token", *(f"x plain {mode}" for mode in MODES), "peak GiB", "compiled per call",
-        "recorded per call", title=title,
-    )  # fmt: skip
-    for row in rows:
-        table.add_row(*shown(row, rows))
-    return table
-
-
 def store(path: Path, facts: dict[str, Any], rows: list[Row] | list[gpu_evabyte.Cell]) -> None:
     """Write everything so far, so that a run that is ended from outside leaves it."""
     made = path.with_suffix(".tmp")
@@ -256,9 +250,9 @@ def store(path: Path, facts: dict[str, Any], rows: list[Row] | list[gpu_evabyte.
     made.replace(path)
 
 
-def facts_of(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What figures are worth nothing without."""
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     return {"card": card, "torch": torch.__version__, "transformers": transformers.__version__, "arguments": options}
 
@@ -266,7 +260,7 @@ def facts_of(arguments: argparse.Namespace, device: torch.device) -> dict[str, A
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Measure row by row, as far as the time goes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts, begun, rows = facts_of(arguments, device), time.perf_counter(), list[Row]()
+    facts, begun, rows = facts_of(arguments), time.perf_counter(), list[Row]()
     longest, model, loaded = dict[tuple[str, str], float](), None, None
     for row in rows_of(arguments):
         kind = row.shape, row.mode
@@ -286,7 +280,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         if arguments.json:
             store(arguments.json, facts, rows)
     title = f"{facts['card']}, torch {facts['torch']}, transformers {facts['transformers']}"
-    Console(width=220).print(table_of(rows, title))
+    show(COLUMNS, (shown(row, rows) for row in rows), title, 220)
     return rows
 
 
@@ -317,9 +311,7 @@ def main(words: list[str] | None = None) -> None:
     if arguments.evabyte:
         cells = gpu_evabyte.run(arguments, made_on)
         if arguments.json:
-            store(
-                arguments.json, facts_of(arguments, torch.device("cuda" if torch.cuda.is_available() else "cpu")), cells
-            )
+            store(arguments.json, facts_of(arguments), cells)
         return
     if any(row.error for row in run(arguments)):
         raise SystemExit("a row failed")

@@ -13,13 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import product
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import show
 
 from tokenahead import EvaByteConfig, EvaByteForMTPC
 from tokenahead.generation.loop import SpeculativeLoop
@@ -122,9 +121,6 @@ def run(arguments: Any, made_on: Callable[[torch.device], Any]) -> list[Cell]:
             print(asdict(cells[-1]), flush=True)
         del model
     names = "head", "n", "r", "context", "batch", "cycle, ms", "drafting", "verification", "tokens per call"
-    table = Table(*names, title="EvaByte")
-    for cell in cells:
-        numbers = (f"{value:.2f}" for value in (cell.cycle, cell.draft, cell.verify, cell.tokens_per_call))
-        table.add_row(cell.kind, *map(str, (cell.window, cell.rank, cell.context, cell.batch)), *numbers)
-    Console(width=120).print(table)
+    shown = ([f"{each:.2f}" if isinstance(each, float) else each for each in astuple(cell)] for cell in cells)
+    show(names, shown, "EvaByte")
     return cells

@@ -1,6 +1,6 @@
 """GRPO with TRL's trainer and several drafters: tokens per call while the policy learns, and how far it has moved.
 
-    python benchmarks/grpo.py --model HuggingFaceTB/SmolLM2-135M-Instruct --head model_cards/smollm2/eagle3 \\
+    python benchmarks/grpo.py --model HuggingFaceTB/SmolLM2-135M-Instruct --head model_cards/smollm2/eagle1 \\
         --prompts gsm8k_train.jsonl --folder grpo
 
 Every drafter has a separate run of the same policy (bfloat16, adapters of peft) on the same prompts, a group of 8
@@ -8,7 +8,7 @@ answers per step, sampled at temperature 1. The reward is the share of an answer
 once: it differs within almost every group from the start. Drafters take turns of some steps, and a run that is stopped
 goes on from its last checkpoints. Times are those of the processor, in which other processes do not count.
 
-`grpo.json`, `grpo.png` and the table that is printed have tokens per call and sequence (accepted drafts per
+`grpo.json` and the table that is printed have tokens per call and sequence (accepted drafts per
 verification, and one), the divergence from the start per token that TRL estimates, and, by how many sequences of a
 group are there already, what `SuffixDrafter` accepts of the next one: its drafts are certain tokens, so that they are
 accepted as far as the text that was written has them.
@@ -27,30 +27,21 @@ from typing import Any, cast
 
 import torch
 from datasets import Dataset
-from measuring import accepted_of
+from measuring import accepted_of, markdown
 from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tokenahead import DrafterCascade, EagleHead, SuffixDrafter
 from tokenahead.generation.lookups.suffix import Reader
 from tokenahead.training import OnlineDrafterTraining
 from tokenahead.training.evaluation.prompts import read_prompts
-from tokenahead.training.utils import replace_figure, replace_file
+from tokenahead.training.utils import replace_file
 
 DRAFTERS = ("none", "static", "online", "suffix", "cascade")
 TEXTS = ("prompt", "answers")
 LOGGED = ("kl", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length")
-SHORT, WORDS, SAVED_EVERY, PARTS = 4, 24, 5, 5
+SHORT, WORDS, PARTS = 4, 24, 5
 
 
 def short_words(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
@@ -76,16 +67,10 @@ class TimedTraining(OnlineDrafterTraining):
 
 
 class Notes(TrainerCallback):
-    """Writes what every step did; what a checkpoint does not have is done again.
+    """Notes what every step did with a drafter, and what `online` learned."""
 
-    Args:
-        name: Of the drafter.
-        suffixes: Counts that are saved with the checkpoints.
-        online: What learns.
-    """
-
-    def __init__(self, name: str, suffixes: SuffixDrafter | None, online: TimedTraining | None) -> None:
-        self.name, self.suffixes, self.online = name, suffixes, online
+    def __init__(self, name: str, online: TimedTraining | None) -> None:
+        self.name, self.online = name, online
         self.steps: list[dict[str, Any]] = []
         self.rollout: dict[str, object] = {}
         self.started = time.process_time()
@@ -108,7 +93,7 @@ class Notes(TrainerCallback):
 
         return noting
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write a step."""
         log = state.log_history[-1]
         if "kl" not in log:
@@ -122,26 +107,12 @@ class Notes(TrainerCallback):
         if self.online is not None:
             self.online.seconds = 0.0
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the steps so far, and the counts, into the checkpoint."""
-        folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
-        if self.suffixes is not None:
-            self.suffixes.save_pretrained(folder / "suffixes")
-        replace_file(folder / "steps.json", json.dumps(self.steps))
 
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
-        self.steps = json.loads((folder / "steps.json").read_text(encoding="utf-8"))
-        if self.suffixes is not None:
-            self.suffixes.counts = SuffixDrafter.from_pretrained(folder / "suffixes").counts
-
-
-def train(name: str, steps: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the first steps of the run with a drafter."""
-    folder = arguments.folder / name
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if last and int(last.rsplit("-", 1)[1]) >= steps:
-        return json.loads(Path(last, "steps.json").read_text(encoding="utf-8"))
+def train(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the steps of the run with a drafter, which a file keeps."""
+    written = arguments.folder / f"{name}.json"
+    if written.exists():
+        return json.loads(written.read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
     # of a part of the states a frozen unembedding would be copied for every row
@@ -155,12 +126,12 @@ def train(name: str, steps: int, arguments: argparse.Namespace) -> list[dict[str
     if head is not None and name != "static":
         rate, rows, every = arguments.drafter_rate, arguments.rows, arguments.every
         online = TimedTraining(head, rate, rows, capacity=2**12, every_steps=every)
-    notes = Notes(name, suffixes, online)
+    notes = Notes(name, online)
     config = GRPOConfig(
-        str(folder), max_steps=steps, num_generations=arguments.group, bf16=False, use_cpu=arguments.cpu,
-        per_device_train_batch_size=arguments.group, max_completion_length=arguments.tokens, beta=arguments.beta,
-        learning_rate=arguments.rate, lr_scheduler_type="constant", gradient_checkpointing=False, logging_steps=1,
-        save_steps=SAVED_EVERY, save_total_limit=1, report_to=[], seed=0, disable_tqdm=True,
+        str(arguments.folder / name), max_steps=arguments.steps, num_generations=arguments.group, bf16=False,
+        use_cpu=arguments.cpu, per_device_train_batch_size=arguments.group, max_completion_length=arguments.tokens,
+        beta=arguments.beta, learning_rate=arguments.rate, lr_scheduler_type="constant", gradient_checkpointing=False,
+        logging_steps=1, save_strategy="no", report_to=[], seed=0, disable_tqdm=True,
     )  # fmt: skip
     turns = [prompt.turns[0] for prompt in read_prompts(arguments.prompts)[0]]
     asked = [[{"role": "user", "content": turn}] for turn in turns if len(turn.split()) <= WORDS]
@@ -175,9 +146,8 @@ def train(name: str, steps: int, arguments: argparse.Namespace) -> list[dict[str
     )  # fmt: skip
     policy = cast(PreTrainedModel, trainer.model)
     vars(policy)["generate"] = notes.noted(policy.generate)
-    if last:
-        notes.load(Path(last))
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train()
+    replace_file(written, json.dumps(notes.steps))
     return notes.steps
 
 
@@ -220,11 +190,11 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
     shown = {name: [{key: float(f"{value:.5g}") for key, value in step.items() if key not in TEXTS} for step in run]
              for name, run in runs.items()}  # fmt: skip
     shares, differing, finished, part = {}, {}, {}, max(1, arguments.steps // PARTS)
-    cuts = range(0, arguments.steps, part)
-    print("| means over steps |", *(f"{at + 1} to {min(at + part, arguments.steps)} |" for at in cuts))
+    cuts, rows = range(0, arguments.steps, part), []
     for key, name in itertools.product(("tokens_per_call", "kl", "reward"), shown):
-        means = [statistics.mean(step[key] for step in shown[name][at : at + part]) for at in cuts]
-        print(f"| {key}, {name} |", *(f"{mean:.2f} |" for mean in means))
+        means = (statistics.mean(step[key] for step in shown[name][at : at + part]) for at in cuts)
+        rows.append([f"{key}, {name}", *(f"{mean:.2f}" for mean in means)])
+    print(markdown(["means over steps", *(f"{at + 1} to {min(at + part, arguments.steps)}" for at in cuts)], rows))
     for name, run in shown.items():
         differing[name] = statistics.mean(1 - step["frac_reward_zero_std"] for step in run)
         shares[name] = sum(step["learning_seconds"] for step in run) / sum(step["step_seconds"] for step in run)
@@ -233,28 +203,8 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
         end = AutoTokenizer.from_pretrained(arguments.model).eos_token_id
         for name, keeps in (("of this group alone", False), ("and of earlier groups", True)):
             finished[name] = by_finished(runs["suffix"], keeps, end)
-            print(f"| suffix, by answers that are there {name} |", *(f"{value:.2f} |" for value in finished[name]))
     found = {"settings": settings, "threads": torch.get_num_threads(), "groups_that_differ": differing}
     return found | {"share_of_learning": shares, "suffix_by_answers": finished, "steps": shown}
-
-
-def draw(found: dict[str, Any], path: Path) -> Path:
-    """Draw tokens per call and the divergence from the start over the steps, as means over 5."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for name, run in found["steps"].items():
-        for axes, key in ((left, "tokens_per_call"), (right, "kl")):
-            values = [step[key] for step in run]
-            means = [statistics.mean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
-            axes.plot(range(1, len(values) + 1), means, label=name)
-    left.set(xlabel="steps of the policy", ylabel="tokens per call and sequence")
-    right.set(xlabel="steps of the policy", ylabel="KL(policy, start) per token, nats")
-    right.legend()
-    return replace_figure(path, figure)
 
 
 def main() -> None:
@@ -266,7 +216,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("grpo"))
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--turn", type=int, default=20, help="steps with a drafter before those with the next one")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--rate", type=float, default=1e-3, help="of the policy")
@@ -276,12 +225,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=2, help="steps of the policy between two updates of the drafter")
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for end in [*range(arguments.turn, arguments.steps, arguments.turn), arguments.steps]:
-        runs = {name: train(name, end, arguments)[:end] for name in arguments.drafters}
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    runs = {name: train(name, arguments) for name in arguments.drafters}
     found = report(runs, arguments)
     replace_file(arguments.folder / "grpo.json", json.dumps(found).replace("}, {", "},\n{"))
-    print(draw(found, arguments.folder / "grpo.png"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The part of `benchmarks/serving.py` that runs in vLLM's own interpreter, with this library's repair of its sampler.
 
-    python serving_engine.py cases.json results.json               # in the engine
-    python serving_engine.py cases.json results.json server        # each as a server, by serving_forks.py
+    python serving_engine.py cases.json results.json
 
 Reads what to serve and what to ask, serves one directory after the other, and writes texts, drafts and counts. Cases
 that are among the results already, without an error, are left out.
@@ -126,30 +125,23 @@ def _counts(llm: Any) -> dict[str, Any]:
     return found
 
 
-def main(cases: str, results: str, way: str = "engine") -> None:
+def main(cases: str, results: str) -> None:
     """Serves all cases; one that fails is written down with its error."""
     from tokenahead.model_cards.vllm import register
 
     declare_images()
     register()
-    ask = serve
-    if way == "server":
-        import serving_forks
-
-        serving_forks.prepare()
-        ask = serving_forks.ask_server
     route_in_pytorch()
     look_at_classes_here()
-    if way == "engine":
-        listen()
+    listen()
     written = Path(results)
     found = json.loads(written.read_text()) if written.exists() else {}
     for case in json.loads(Path(cases).read_text()):
         if "error" not in found.get(case["name"], {"error": ""}):
             continue
-        print(f"{time.strftime('%H:%M:%S')} {way}: {case['name']}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {case['name']}", flush=True)
         try:
-            found[case["name"]] = ask(case)
+            found[case["name"]] = serve(case)
         except Exception as error:  # noqa: BLE001 - the other cases go on
             cause = error
             while cause.__cause__ is not None:

@@ -23,39 +23,22 @@ VOCABULARY, WIDTH = 128, 64
 REJECTED = 0.3
 """The share of a module's first drafts that its main model rejects, at least."""
 _COMMON = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=WIDTH,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=256,
-    pad_token_id=None,
-    bos_token_id=None,
-    eos_token_id=None,
-    tie_word_embeddings=False,
-)
+    vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=256, pad_token_id=None, bos_token_id=None,
+    eos_token_id=None, tie_word_embeddings=False,
+)  # fmt: skip
+_FEW = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1)
 _EXPERTS = dict(
-    moe_intermediate_size=64,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-    n_group=1,
-    topk_group=1,
-)
+    moe_intermediate_size=64, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+    n_group=1, topk_group=1,
+)  # fmt: skip
 _LATENT = dict(  # the ranks that vLLM's kernel has on CPUs
     kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, head_dim=64
 )
 _DELTA = dict(  # one recurrent layer, with the head dimension that vLLM's kernel has on CPUs, and one of attention
-    layer_types=["linear_attention", "full_attention"],
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_conv_kernel_dim=4,
-)
+    layer_types=["linear_attention", "full_attention"], linear_key_head_dim=128, linear_value_head_dim=128,
+    linear_num_key_heads=2, linear_num_value_heads=2, linear_conv_kernel_dim=4,
+)  # fmt: skip
 _ROUTED = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
 _MIXED = dict(
     rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[6, 5, 5], partial_rotary_factor=1.0)
@@ -77,24 +60,15 @@ TOWERS: dict[str, dict[str, Any]] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _EXPERTS | _LATENT,
     "ernie4_5_moe": dict(moe_intermediate_size=64, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
-    "exaone_moe": _WIDE
-    | dict(
-        moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, first_k_dense_replace=1
-    ),
+    "exaone_moe": _WIDE | _FEW | dict(first_k_dense_replace=1),
     "gemma2": dict(final_logit_softcapping=20.0, query_pre_attn_scalar=32, tie_word_embeddings=True),
     "glm4_moe": _EXPERTS,
     "glm4_moe_lite": _EXPERTS | _LATENT,
-    "hy_v3": dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1),
+    "hy_v3": _FEW,
     "llama": {},
     "longcat_flash": _LATENT
-    | dict(
-        num_layers=2,
-        ffn_hidden_size=128,
-        expert_ffn_hidden_size=64,
-        moe_topk=2,
-        n_routed_experts=4,
-        zero_expert_num=2,
-    ),
+    | dict(num_layers=2, ffn_hidden_size=128, expert_ffn_hidden_size=64)
+    | dict(moe_topk=2, n_routed_experts=4, zero_expert_num=2),
     "mimo": {},
     "mimo_v2_flash": _EXPERTS | _WIDE | dict(num_key_value_heads=1, v_head_dim=32, mlp_layer_types=["dense", "sparse"]),
     "mistral": dict(sliding_window=None),

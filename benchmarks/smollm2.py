@@ -5,6 +5,7 @@
     python benchmarks/smollm2.py train eagle3 --minutes 8 --divergence lk --rate 5e-4 --start smollm2/eagle3/final
     python benchmarks/smollm2.py train hydra --minutes 20
     python benchmarks/smollm2.py train cp --minutes 14 --divergence lk --options '{"rank": 4, "unembedding": "shared"}'
+    python benchmarks/smollm2.py train block --name markov --steps 1000 --options '{"law": "markov"}'
     python benchmarks/smollm2.py train masked --minutes 20 --rate 2e-3
     python benchmarks/smollm2.py train ff --name ff-1 --options '{"context": 1}' --answers answers.npz --rows 2000
     python benchmarks/smollm2.py measure --questions spec_bench.jsonl
@@ -30,16 +31,7 @@ import torch
 from smollm2_kinds import KINDS, drafter_of, heads
 from studies import read_answers, row_of
 from studies import train as fit
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
 from tokenahead.training import regenerate
@@ -65,15 +57,8 @@ def answers(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     opener = tokenizer.apply_chat_template([{"role": "user", "content": "@@"}], tokenize=False).split("@@")[0]
     start = tokenizer(opener, add_special_tokens=False)["input_ids"]
-    asked = regenerate(
-        model,
-        [start] * arguments.prompts,
-        arguments.folder / "asked",
-        max_new_tokens=96,
-        batch_size=64,
-        seed=arguments.seed,
-        **SAMPLED,
-    )
+    how = {"max_new_tokens": 96, "batch_size": 64, "seed": arguments.seed} | SAMPLED
+    asked = regenerate(model, [start] * arguments.prompts, arguments.folder / "asked", **how)
     texts = [tokenizer.decode(row["ids"][row["prompt"] :], skip_special_tokens=True).strip() for row in asked.rows]
     own = [text for text in texts if 12 < len(text) < 1200]
     questions = [json.loads(line)["question"] for line in arguments.questions.read_text().splitlines()]
@@ -92,9 +77,7 @@ class SavesOnTheWay(TrainerCallback):
         self.head, self.folder, self.begun = head, folder, time.process_time()
         self.marks = [mark for mark in MARKS if 60 * mark < seconds]
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save what is due."""
         if self.marks and time.process_time() - self.begun >= 60 * self.marks[0]:
             self.head.save_pretrained(self.folder / f"at-{self.marks.pop(0)}")
@@ -121,6 +104,7 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     folder, seconds = arguments.folder / (arguments.name or arguments.kind), 60 * arguments.minutes
     saves = SavesOnTheWay(learner.drafter, seconds, folder)
     how = {"rate": arguments.rate, "seed": arguments.seed, "bfloat16": model.dtype == torch.bfloat16}
+    how["steps"] = arguments.steps
     fit(learner.module, learner.trainer, data, seconds, **how, prints=True, callbacks=[saves])
     learner.finish().save_pretrained(folder / "final")
 
@@ -157,9 +141,8 @@ def add_training(step: argparse.ArgumentParser) -> None:
     step.add_argument("--options", type=json.loads, default={}, help="of a new drafter, as JSON: rank, ...")
     step.add_argument("--name", help="of its folder; the kind where it is left out")
     step.add_argument("--minutes", type=float, default=20)
-    step.add_argument(
-        "--divergence", default="cross_entropy", help="that drafters learn, but students and the assistant"
-    )
+    step.add_argument("--steps", type=int, help="in place of minutes")
+    step.add_argument("--divergence", default="cross_entropy", help="but of students and the assistant")
     step.add_argument("--rate", type=float, default=1e-3)
     step.add_argument("--draft-tokens", type=int, default=8192)
     step.add_argument("--start", help="directory of a head to go on with")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
+from tokenahead import AssistantDrafter, BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
 from tokenahead.modeling.common.draft_vocabulary import FILE
 from tokenahead.training import PTPOptions, PTPTrainer
 from tokenahead.training.batches import Collator
@@ -81,6 +81,20 @@ def eagle(version: int, model: PreTrainedModel, draft_ids: torch.Tensor, argumen
     return Learner(drafter, drafter, _mtp_trainer, "features-eagle3" if version == 3 else "features-last")
 
 
+def block(model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Learner:
+    """A `BlockDrafter` of a law (`--options`), whose body starts alike for all laws of a seed."""
+    options = {"layers": 3, "block_size": 8, "sample_from_anchor": False} | arguments.options
+    made = []
+    for law in ({"law": "independent", "law_options": {}}, {}):
+        torch.manual_seed(arguments.seed)
+        made.append(BlockDrafter.from_backbone(model, draft_ids=draft_ids, **options | law))
+    first, drafter = made
+    drafter.load_state_dict(first.detach().state_dict(), strict=False)
+    drafter.loss_options.update(anchors=64, divergence=arguments.divergence)
+    drafter.to(torch.float32)
+    return Learner(drafter, drafter, _mtp_trainer, "features-block")
+
+
 def module(model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Learner:
     """A model with one sequential module, which learns to go on from its own output."""
     if arguments.start:
@@ -118,6 +132,7 @@ KINDS: dict[str, Callable[..., Learner]] = {
     "eagle1": partial(eagle, 1),
     "hass": partial(eagle, 2),
     "eagle3": partial(eagle, 3),
+    "block": block,
     "module": module,
     "c-ptp": partial(student, "categorical"),
     "masked": partial(student, "mask"),
@@ -127,9 +142,9 @@ KINDS: dict[str, Callable[..., Learner]] = {
 
 
 def drafter_of(folder: Path, model: PreTrainedModel) -> Any:
-    """Return a saved drafter, attached, if it has distributions along a text: `MTPHeads`, `EagleHead` or modules."""
+    """Return a saved drafter, attached, if it has distributions along a text: heads, EAGLE, blocks, modules."""
     if (folder / FILE).exists():
         return DeepSeekMTP.from_pretrained(folder, dtype=model.dtype)
-    known = MTPHeads.config_class, EagleHead.config_class
+    known = MTPHeads.config_class, EagleHead.config_class, BlockDrafter.config_class
     has_distributions = isinstance(load_config(str(folder), "--folder"), known)
     return load_drafter(str(folder), model, "--folder") if has_distributions else None

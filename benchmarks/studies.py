@@ -33,17 +33,15 @@ _WARMUP = 0.04  # share of a budget in which the learning rate rises
 
 
 class TimeBudget(TrainerCallback):
-    """Ends a training when its seconds are spent, and says the learning rate that is due as they pass.
+    """Ends a training when its seconds are spent; the learning rate rises for a while, and then falls to 0.
 
     Args:
         seconds: The budget.
-        first: Share of the peak learning rate at the start, after a short rise; it falls to 0 in a straight line.
-            From 2 the peak lasts for the first half.
         clock: Tells the time; `time.process_time` leaves out what other programs take.
     """
 
-    def __init__(self, seconds: float, first: float = 1.0, clock: Callable[[], float] = time.process_time) -> None:
-        self.seconds, self.first, self.clock, self.started = seconds, first, clock, clock()
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.process_time) -> None:
+        self.seconds, self.clock, self.started = seconds, clock, clock()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the clock."""
@@ -59,7 +57,7 @@ class TimeBudget(TrainerCallback):
 
     def rate(self, step: int) -> float:
         """Return the share of the peak learning rate that is due now."""
-        return min(1.0, 0.1 + 0.9 * self.passed() / _WARMUP) * min(1.0, self.first * (1 - self.passed()))
+        return min(1.0, 0.1 + 0.9 * self.passed() / _WARMUP) * (1 - self.passed())
 
 
 def train(
@@ -72,7 +70,6 @@ def train(
     steps: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     rows: int = ROWS,
-    first: float = 1.0,
     bfloat16: bool = False,
     prints: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
@@ -80,9 +77,9 @@ def train(
     """Train for so many seconds of processor time, or so many steps, with a rate that falls to 0; `prints` what is
     logged. Instead of a strategy: what makes a trainer of model, arguments and data."""
     trainer: Any = None
-    budget = TimeBudget(seconds, first)
+    budget = TimeBudget(seconds)
     if steps is not None:
-        budget = TimeBudget(steps, first, clock=lambda: trainer.state.global_step if trainer else 0)
+        budget = TimeBudget(steps, clock=lambda: trainer.state.global_step if trainer else 0)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             scratch, max_steps=10**6, per_device_train_batch_size=rows, report_to="none", seed=seed,

@@ -1,4 +1,4 @@
-"""What trainers cost per token: beside the least that they can cost, and beside speculators where it is installed.
+"""What trainers cost per token, beside the least that they can cost.
 
     python benchmarks/training.py --json docs/results/training_cpu.json      # every trainer, a small Llama, one core
     python benchmarks/training.py --only EAGLE-3 modules
@@ -30,7 +30,6 @@ import torch
 from gpu import SHAPES, made_on
 from measuring import by_turns, now
 from memory import peak_above, resident
-from training_peer import speculators_step
 from training_tables import costs, measured
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -113,7 +112,12 @@ class Row:
     computed_per_useful: float
     backbone_share: float
     plain_trainer: float | None = None
-    speculators: float | None = None
+
+
+def wait(device: torch.device) -> None:
+    """Wait for what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class Clock(TrainerCallback):
@@ -124,8 +128,7 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the device, and note the time."""
-        if args.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(args.device)
         self.ends.append(now())
 
 
@@ -189,8 +192,7 @@ class Bench:
         def multiply() -> None:
             for _ in range(4):
                 torch.mm(rows, weight.T)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
+            wait(self.device)
 
         return by_turns({"": multiply}, 3)[""] / 4 * case.products * self.tokens / 128
 
@@ -218,8 +220,6 @@ class Bench:
         else:
             plain = self.trainer(Trainer, self.backbone(), self.rows, count)
             ways["floor"] = lambda: self.seconds(plain)
-        if name == "EAGLE-3" and (peer := speculators_step(model, data, self.asked.rows, STEPS)) is not None:
-            ways["speculators"] = peer
         found: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(self.asked.rounds + 1):
             for way, run in ways.items():
@@ -229,7 +229,7 @@ class Bench:
         whole = of_backbone + ms["own"] if case.is_frozen else ms["own"]
         return Row(
             name, ms["own"], ms["floor"], "products" if case.is_frozen else "fine-tuning", self.peak(ways["own"]),
-            self.share_of_padding(case, model), min(1.0, of_backbone / whole), ms.get("plain"), ms.get("speculators"),
+            self.share_of_padding(case, model), min(1.0, of_backbone / whole), ms.get("plain"),
         )  # fmt: skip
 
     def forward(self, backbone: Any) -> float:
@@ -239,8 +239,7 @@ class Bench:
         @torch.no_grad()
         def run() -> None:
             backbone(ids, use_cache=False, logits_to_keep=1)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
+            wait(self.device)
 
         return 1e3 * by_turns({"": run}, 2)[""] / self.tokens
 

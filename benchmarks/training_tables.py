@@ -89,7 +89,7 @@ def measured(results: dict[str, Any]) -> str:
     """The table of what was measured."""
 
     def cells(row: dict[str, Any]) -> list[str]:
-        ratio, peer = row["ms_per_token"] / row["floor"], row["speculators"]
+        ratio, peer = row["ms_per_token"] / row["floor"], row.get("speculators")
         return [
             row["trainer"], f"{row['ms_per_token']:.2f}", f"{ratio:.2f} x {row['floor_is']}",
             "-" if row["plain_trainer"] is None else f"{row['ms_per_token'] / row['plain_trainer']:.3f}",

@@ -128,9 +128,6 @@ def refuse_unread(
         table: The fields of its layout.
         ignored: `ignore_fields`: last names of fields that are passed over (`"x"` is `dflash_config.x`, too).
         source: Of the fields, for the message.
-
-    Raises:
-        ValueError: Such fields, all by their names; a field that is read, in `ignored`.
     """
     ignored = [ignored] if isinstance(ignored, str) else ignored
     if read := [name for name in ignored if any(name in names for names in table.read.values())]:
@@ -163,9 +160,6 @@ def agreed(
         raw: The config.json.
         *paths: Dotted paths of the fields; null and empty ones say nothing.
         meanings: By path or last name, what makes a field's value that of the first field; null: it says nothing.
-
-    Raises:
-        ValueError: Two of them differ, or one has no such meaning; the message names the fields.
     """
     found: dict[str, Any] = {}
     for path in paths:
@@ -189,11 +183,7 @@ def agreed(
 
 
 def settled(owner: object, name: str, said: Any, shown: Any) -> Any:
-    """Return what a config says, or else what the tensors show; null says and shows nothing.
-
-    Raises:
-        ValueError: They contradict each other; the message names the field.
-    """
+    """Return what a config says, or else what the tensors show, and refuse a contradiction; null says nothing."""
     if said is not None and shown is not None and not is_same(said, shown):
         raise ValueError(f"{owner}: config.json says {name}={said!r}, and the tensors show {shown!r}")
     return shown if said is None else said

@@ -1,6 +1,6 @@
 """GRPO whose rollouts are drafted by a head that learns beside the policy, with rewards that differ from the start.
 
-python examples/grpo.py HuggingFaceTB/SmolLM2-135M-Instruct model_cards/smollm2/eagle3 sums
+python examples/grpo.py HuggingFaceTB/SmolLM2-135M-Instruct model_cards/smollm2/eagle1 sums
 """
 
 import random

@@ -132,7 +132,7 @@ class SpeculativeLoop(Results):
         )
         cache, mask = cache_of(outputs), kwargs.get("attention_mask")
         if self.keywords is not None:
-            kwargs = kwargs | {"position_ids": self.keywords.position_ids}
+            kwargs = kwargs | self.keywords.continued
         if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
             cache = cache.self_attention_cache
         if isinstance(cache, SpeculativeCache):
@@ -146,6 +146,8 @@ class SpeculativeLoop(Results):
             )
             self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
             self.starts = None if self.table is None else target.next_positions()
+        if self.keywords is not None:
+            self.target.keywords = self.keywords.constant
         cannot_cut = self.returns_cache and not self.target.takes_cuts
         self.stopping.holds = cannot_cut or self._may_leave_table(self.stopping.tokens_left(prompt.shape[1]))
         self.statistics.backbone_calls += 1
@@ -258,8 +260,6 @@ class SpeculativeLoop(Results):
     def _forward(self, tree: DraftTree) -> TargetOutput:
         """Call the backbone on b and a draft."""
         block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
-        if self.keywords is not None:
-            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
         outputs = self.target.forward(block, tree, self.hidden_layers)
         outputs.logits = to_device(outputs.logits, block.device, torch.float32)  # [B, m + 1, V]
         outputs.block = block, outputs.logits
@@ -364,8 +364,7 @@ class SpeculativeLoop(Results):
             return min(n for n in (0, *_LENGTHS, self.session.num_tokens) if n >= longest)
         if self.session.is_deterministic:  # a shorter draft is verified differently
             return longest
-        length = max(min(longest, self._tokens_left() - 1, positions), 0)
-        return length if self.keywords is None else self.keywords.longest(self.tokens, length, self.done)
+        return max(min(longest, self._tokens_left() - 1, positions), 0)
 
     def _settle(self, cycle: Cycle, is_prefill: bool = False) -> tuple[list[int], NewTokens]:
         """Write a verification result to sequences, records and statistics.

@@ -37,7 +37,7 @@ from ..configuration.fields import (
 from .backbone.backbones import can_roll_back, check_trees, is_repackable, takes_fixed_size
 from .backbone.static import lacks_room, planned_cache
 from .backbone.target import layer_class
-from .call.keywords import USUAL, Keywords
+from .call.keywords import USUAL, Keywords, keywords_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
 from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
@@ -252,14 +252,12 @@ class SpeculationPlan:
         reason = _obstacle_to_blocks(model, model_kwargs, self.prompt, end)
         if reason is not None or not _has_keywords(model, model_kwargs):
             return reason
-        self.keywords = keywords = Keywords(model, model_kwargs, self.prompt, options.draft_tree is not None)
-        if keywords.reason is not None:
-            return keywords.reason
-        is_read = bool(keywords.constant) or keywords.is_prepared
-        if is_read and self.call.drafter.verifier_model(model) is not model:
-            return f"{next(iter(keywords.constant), 'prepare_inputs_for_generation')}="
-        if keywords.is_prepared and self._takes_static_cache():
-            return "cache_implementation='static' with prepare_inputs_for_generation"
+        found = keywords_of(model, model_kwargs, self.prompt)
+        if isinstance(found, str):
+            return found
+        self.keywords = found
+        if found.constant and self.call.drafter.verifier_model(model) is not model:
+            return f"{next(iter(found.constant))}="
         return None
 
 

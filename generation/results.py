@@ -132,18 +132,8 @@ class Results:
         longest = max(self.tokens.lengths)
         early = [n < longest and n == before for n, before in zip(self.tokens.lengths, decoded)]
         if any(early) and self.target.supports_rollback:
-            is_prepared = self.keywords is not None and self.keywords.is_prepared
-            lengths = sorted({n for n, is_early in zip(self.tokens.lengths, early) if is_early})
-            for group in [[n] for n in lengths] if is_prepared else [lengths]:
-                self._feed_last([is_early and n in group for n, is_early in zip(self.tokens.lengths, early)])
+            self.statistics.backbone_calls += 1
+            self._positions_left()
+            self.target.forward(self.tokens.last()[:, None], self.empty, None)
+            self.target.keep(NewTokens([int(row) for row in early], self.tokens.ids.device))
         self.target.align(longest - 1 + self.unwritten)
-
-    def _feed_last(self, chosen: list[bool]) -> None:
-        """Put the last token of the chosen sequences in the cache."""
-        self.statistics.backbone_calls += 1
-        self._positions_left()
-        if self.keywords is not None:
-            others = [not row for row in chosen]
-            self.target.keywords = self.keywords.of_block(self.tokens, self.empty.tokens, 0, others)
-        self.target.forward(self.tokens.last()[:, None], self.empty, None)
-        self.target.keep(NewTokens([int(row) for row in chosen], self.tokens.ids.device))

@@ -9,22 +9,21 @@ sys.path.append(str(ROOT / "benchmarks"))
 import drafters_table  # noqa: E402
 import families_table  # noqa: E402
 import gpu  # noqa: E402
+import other_loops  # noqa: E402
 import planned  # noqa: E402
-import serving_table  # noqa: E402
-import star_graph  # noqa: E402
+import serving  # noqa: E402
 import training_tables  # noqa: E402
-from analyze import analysis_figure, analyze, drafter_and_data  # noqa: E402
+from analyze import analyze, drafter_and_data  # noqa: E402
 
 __all__ = [
     "ROOT",
-    "analysis_figure",
     "analyze",
     "drafter_and_data",
     "drafters_table",
     "families_table",
     "gpu",
+    "other_loops",
     "planned",
-    "serving_table",
-    "star_graph",
+    "serving",
     "training_tables",
 ]

@@ -11,16 +11,18 @@ class Loop:
     """A decoding function of chains of drafts from a disturbed copy.
 
     Args:
-        fault: `"accepts"` or `"residual is p"` (at a place of the block), `"acceptance 20 % too high"`, `"bonus of q"`,
-            `"bonus is the likeliest"`, `"accepts all late"` (from the fourth cycle on), `"processors see the prefix"`,
+        fault: `"accepts"` or `"residual is p"` (at a place of the block), `"acceptance 5 % too high"`, `"bonus of q"`,
+            `"bonus is the likeliest"`, `"accepts all late"` (from the fourth cycle on), `"residual is p late"` (in it),
+            `"float16"` (of the test), `"rounded"` (to it), `"processors see the prefix"`,
             or `"NAME ignored"` of an option.
         drafts: Tokens of a draft.
         place: Of the block, from 0, for the first two.
         by: How far the copy is off.
+        exact: The copy drafts at the place alone, and the model itself at others, so that the place is always reached.
     """
 
-    def __init__(self, fault=None, drafts=3, place=None, by=0.3):
-        self.fault, self.drafts, self.place, self.by = fault, drafts, place, by
+    def __init__(self, fault=None, drafts=3, place=None, by=0.3, exact=False):
+        self.fault, self.drafts, self.place, self.by, self.exact = fault, drafts, place, by, exact
 
     @torch.no_grad()
     def __call__(self, model, input_ids, attention_mask=None, max_new_tokens=20, do_sample=False, **options):
@@ -44,10 +46,11 @@ class Loop:
             cycle += 1
             q = []
             for step in range(m):
-                q.append(self.law(disturbed_copy(model, self.by), count + step))
+                is_exact = self.exact and step != self.place
+                q += self.laws(model if is_exact else disturbed_copy(model, self.by), [count + step])
                 self.ids[self.rows, width + count + step] = self.drawn(q[-1])
             prefix = count if self.fault_now == "processors see the prefix" else None
-            p = torch.stack([self.law(model, count + step, prefix) for step in range(m + 1)], 1)
+            p = torch.stack(self.laws(model, [count + step for step in range(m + 1)], prefix), 1)
             accepted, added = self.verified(p, torch.stack(q, 1), count, cycle)
             for step in range(m + 1):
                 token = torch.where(step < accepted, self.ids[self.rows, width + count + step], added)
@@ -61,16 +64,20 @@ class Loop:
         text = text.masked_fill(is_after, config.pad_token_id or 0)[:, : int((~is_after).sum(1).max())]
         return torch.cat([input_ids, text], 1)
 
-    def law(self, source, count, seen=None):
-        """Probabilities [B, V] after `count` new tokens; processors are shown `seen` of them."""
-        last = self.width + int(count.max())
+    def laws(self, source, counts, prefix=None):
+        """Probabilities [B, V] after each of so many new tokens; processors are shown `prefix` of them."""
+        last = self.width + int(counts[-1].max())
         places = (self.mask.cumsum(1) - 1).clamp(min=0)[:, :last]
-        logits = source(self.ids[:, :last], attention_mask=self.mask[:, :last], position_ids=places).logits
-        logits, seen = logits[self.rows, self.width + count - 1].float(), count if seen is None else seen
-        scores = torch.zeros_like(logits)
+        logits = source(
+            self.ids[:, :last], attention_mask=self.mask[:, :last], position_ids=places, use_cache=False
+        ).logits
+        return [self.law(logits[self.rows, self.width + count - 1].float(), count, prefix) for count in counts]
+
+    def law(self, logits, count, prefix):
+        seen, scores = count if prefix is None else prefix, torch.zeros_like(logits)
         for length in seen.unique().tolist():
-            processed = self.processors(self.ids[:, : self.width + length], logits.clone())
-            scores = torch.where((seen == length)[:, None], processed, scores)
+            is_seen = seen == length
+            scores[is_seen] = self.processors(self.ids[:, : self.width + length], logits.clone())[is_seen]
         return scores.double().softmax(-1) if self.do_sample else one_hot(scores.argmax(-1), scores.shape[-1]).double()
 
     def drawn(self, probs):
@@ -81,15 +88,21 @@ class Loop:
         m, fault = self.drafts, self.fault_now
         drafts = torch.stack([self.ids[self.rows, self.width + count + step] for step in range(m)], 1)
         ratio = p[:, :m].gather(2, drafts[..., None]) / q.gather(2, drafts[..., None])
-        ratio = ratio[..., 0] * (1.2 if fault == "acceptance 20 % too high" else 1)
+        ratio = ratio[..., 0] * (1.05 if fault == "acceptance 5 % too high" else 1)
         if fault == "accepts":
             ratio[:, self.place] = 1
         if fault == "accepts all late" and cycle > 3:
             ratio = torch.ones_like(ratio)
-        accepted = (torch.rand(ratio.shape, dtype=torch.float64) < ratio).long().cumprod(1).sum(1)
+        dtype = torch.float16 if fault == "float16" else torch.float64
+        uniforms = torch.rand(ratio.shape, dtype=dtype)
+        if fault == "rounded":
+            uniforms, ratio = uniforms.half(), ratio.half()
+        accepted = (uniforms < ratio.to(uniforms.dtype)).long().cumprod(1).sum(1)
         residual = (p[:, :m] - q).clamp(min=0)
         if fault == "residual is p":
             residual[:, self.place] = p[:, self.place]
+        if fault == "residual is p late" and cycle == 4:
+            residual = p[:, :m]
         rest = torch.cat([residual, p[:, m:]], 1)
         if fault == "bonus of q":
             rest[:, m] = q[:, -1]

@@ -15,7 +15,7 @@ import griffe
 import pytest
 
 import tokenahead
-from tests.benchmark_modules import drafters_table, families_table, serving_table, training_tables
+from tests.benchmark_modules import drafters_table, families_table, serving, training_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -167,8 +167,8 @@ def test_the_table_of_trainers_is_that_of_the_last_run():
 
 
 def test_the_table_of_engines_is_that_of_the_last_run():
-    results = json.loads(serving_table.RESULTS.read_text())
-    assert serving_table.table_of(results) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    results = json.loads(serving.RESULTS.read_text())
+    assert serving.table_of(results) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     ran = [row for row in results["rows"] if "error" not in row]
     assert len(ran) > 30 and all(row["alone"] == row["together"] == row["prompts"] for row in ran)
     assert all(row["rejected"] for row in ran)

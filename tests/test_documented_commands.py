@@ -64,4 +64,4 @@ def test_a_wrong_flag_is_seen():
     text = "    FOO=1 tokenahead bench --model x \\\n        --temprature 3\n\n    python benchmarks/no.py --a\n"
     first, second = commands(text)
     assert unknown(first) == ["--temprature"] and unknown(second) == ["benchmarks/no.py"]
-    assert unknown(["python", "benchmarks/mtpc.py", "--sets", "3", "--set-count", "2"]) == ["--set-count"]
+    assert unknown(["python", "benchmarks/trees.py", "--total", "3", "--total-count", "2"]) == ["--total-count"]

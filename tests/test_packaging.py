@@ -69,9 +69,9 @@ def test_the_core_works_without_extras_and_what_needs_one_names_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "", done.stderr
     assert done.stderr.splitlines() == [
-        "tokenahead demo: the demo needs the package 'rich': pip install 'tokenahead[demo]'",
-        "tokenahead demo: the demo needs the package 'matplotlib': pip install 'tokenahead[demo]'",
-        "a trainer of TRL needs the package 'datasets': pip install 'tokenahead[train]'",
+        "tokenahead demo: the demo needs 'rich', of tokenahead[demo]: in a checkout, pip install '.[demo]'",
+        "tokenahead demo: the demo needs 'matplotlib', of tokenahead[demo]: in a checkout, pip install '.[demo]'",
+        "a trainer of TRL needs 'datasets', of tokenahead[train]: in a checkout, pip install '.[train]'",
     ]
 
 

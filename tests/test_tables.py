@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_modules import ROOT, gpu, star_graph
+from tests.benchmark_modules import ROOT, gpu
 
 Table = list[list[str]]
-SMOL = ROOT / "model_cards" / "smollm2"
+SMOL = {name: ROOT / "model_cards" / "smollm2" / name / "results.json" for name in ("eagle1", "hydra")} | {
+    "eagle3": ROOT / "docs" / "results" / "smollm2_eagle3.json"
+}
 
 
 def tables(page: str) -> Iterator[Table]:
@@ -95,14 +97,14 @@ def means(steps: list[dict[str, float]], key: str, first: int, width: int, form:
 
 
 def test_a_policy_that_moves():
-    steps = read(ROOT / "benchmarks" / "online.json")["steps"]
+    steps = read(ROOT / "docs" / "results" / "online.json")["steps"]
     shown = {row[0]: row[1:] for row in table("docs/online.md", "steps of the policy", "1 to 10")}
     names = {"loss of the policy": "loss", "static head": "static", "head that learns": "online"}
     assert shown == {name: means(steps, key, 0, 10) for name, key in names.items()}
 
 
 def test_rollouts_in_trl():
-    found = read(ROOT / "benchmarks" / "grpo.json")
+    found = read(ROOT / "docs" / "results" / "grpo.json")
     names = {
         "none": "plain rollouts",
         "static": "EAGLE-3 head, static",
@@ -271,7 +273,7 @@ def test_benches_of_smollm2(number):
         mode = {"greedy": "greedy", "T = 1": "sampled, T=1"}.get(decoding, mode)
         shown[mode, method] = cells
     for folder, names in BENCHES[number].items():
-        for row in read(SMOL / folder / "results.json")["results"]:
+        for row in read(SMOL[folder])["results"]:
             if row["method"] in names:
                 assert shown[row["decoding"], names[row["method"]]] == bench_cells(row), row["name"]
 
@@ -282,7 +284,7 @@ def test_tokens_per_call_by_category():
     rows = {
         (folder, row["method"]): row["category_tokens_per_call"]
         for folder in ("eagle1", "hydra", "eagle3")
-        for row in read(SMOL / folder / "results.json")["results"]
+        for row in read(SMOL[folder])["results"]
         if row["do_sample"]
     }
     rates = [rows[column] for column in columns]
@@ -301,9 +303,7 @@ def test_the_first_table_of_the_readme():
         ("hydra", "hydra trees"): "the same heads, trees of 16",
     }
     for (folder, method), name in names.items():
-        rows = {
-            row["decoding"]: row for row in read(SMOL / folder / "results.json")["results"] if row["method"] == method
-        }
+        rows = {row["decoding"]: row for row in read(SMOL[folder])["results"] if row["method"] == method}
         greedy, sampled = (bench_cells(rows[mode]) for mode in ("greedy", "sampled, T=1"))
         medians = [cells[2].split()[0] for cells in (greedy, sampled)]
         assert shown[name] == [sampled[0], *medians, greedy[1], sampled[1]], name
@@ -352,8 +352,16 @@ def test_what_a_fine_tuned_backbone_implies_against_heads():
 
 
 def test_paths_in_star_graphs():
-    _, rows = star_graph.table(read(ROOT / "docs" / "results" / "star_graph.json"))
-    assert table("docs/strategies.md", "loss", "seed") == rows
+    shown = tables("docs/strategies.md")
+    head, *rows = next(rows for rows in shown if rows[0][:2] == ["loss", "seed"])
+    ends = [int(cell.split()[0]) for cell in head[2:]]
+    runs = {(run["method"], str(run["seed"])): run["curve"] for run in read(ROOT / "docs/results/star_graph.json")}
+    assert {tuple(row[:2]) for row in rows} == set(runs)
+    for method, seed, *cells in rows:
+        curve = runs[method, seed]
+        last = curve[-1][0]
+        wanted = (next(share for step, share, _ in reversed(curve) if step <= end) for end in ends if end <= last)
+        assert [cell for cell in cells if cell != "-"] == [f"{share:.2f}" for share in wanted]
 
 
 def test_contexts_on_tokens():

@@ -23,7 +23,6 @@ from .modeling.heads.family import register as register_head_family
 from .modeling.heads.ff import factorised_distribution
 from .modeling.heads.window_distribution import WindowDistribution
 
-Drafter = BaseDrafter
 __all__ = [
     "Ancestry",
     "AttachableDrafter",
@@ -37,7 +36,6 @@ __all__ = [
     "DraftOptions",
     "DraftSession",
     "DraftTree",
-    "Drafter",
     "GreedyVerifier",
     "Growth",
     "HeadFamily",

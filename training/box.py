@@ -1,4 +1,4 @@
-"""The model in the box: a small EvaByte that comes with the package, four heads that draft for it, and held-out text.
+"""The model in the box: a small EvaByte that comes with the package, heads that draft for it, and held-out text.
 
 Loads and checks; `examples/box` trains and writes the directory.
 """
@@ -42,22 +42,16 @@ def box_directory() -> Path:
 def load_box(
     head: str = "ff", directory: str | Path | None = None, dtype: torch.dtype | str = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
-    """Load the model in the box with one of its heads.
-
-    Args:
-        head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
-        directory: Another box than the installed one.
-        dtype: Of the weights in memory.
+    """Load the model in the box (of another `directory` than the installed one) with one of its heads, in eval mode.
 
     Returns:
-        The model, in evaluation mode, and its tokenizer.
+        The model, and its tokenizer.
 
     Raises:
-        BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
+        BoxDamagedError: See `check_box`.
         ValueError: A head that the box does not hold.
     """
-    directory = Path(directory or box_directory())
-    check_box(directory)
+    directory = check_box(directory)
     heads = heads_in(directory)
     if head not in heads:
         raise ValueError(f"head={head!r} is not in the box; choose one of {', '.join(heads)}")
@@ -82,8 +76,13 @@ def _load(directory: Path, head: str, dtype: torch.dtype | str) -> EvaByteForMTP
     return model.eval()
 
 
-def check_box(directory: Path) -> None:
-    """Compare every file with its checksum."""
+def check_box(directory: str | Path | None) -> Path:
+    """Compare every file with its checksum; return the directory, of None that of the installed box.
+
+    Raises:
+        BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
+    """
+    directory = Path(directory or box_directory())
     sums = directory / CHECKSUMS
     if not sums.is_file():
         raise BoxDamagedError(f"{directory} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
@@ -91,6 +90,7 @@ def check_box(directory: Path) -> None:
         expected, name = line.split(maxsplit=1)
         if not (file := directory / name).is_file() or sha256(file) != expected:
             raise BoxDamagedError(f"{file} is missing, or not as {CHECKSUMS} states; reinstall tokenahead")
+    return directory
 
 
 def sha256(file: Path) -> str:
@@ -161,12 +161,7 @@ class Box:
 
     @classmethod
     def load(cls, directory: str | Path | None = None, dtype: torch.dtype | str = torch.float32) -> Box:
-        """Read a box; None: the installed one. `dtype` is that of the weights in memory.
-
-        Raises:
-            BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
-        """
-        directory = Path(directory or box_directory())
-        check_box(directory)
+        """Read a box; None: the installed one. `dtype` is that of the weights in memory; see `check_box`."""
+        directory = check_box(directory)
         models = {head: _load(directory, head, dtype) for head in heads_in(directory)}
         return cls(models, EvaByteTokenizer.from_pretrained(directory), load_excerpts(directory / EXCERPTS))

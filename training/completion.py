@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import TextStreamer
 from transformers.utils import logging
 
 from ..generation.attach import MTPGenerationMixin
-from .evaluation.decoding import GREEDY, DecodingMode, Method, Run, acceptance_by_position, decode
-from .evaluation.methods import drafting_method, named_method, plain_method
-from .evaluation.prompts import PromptEncoder, without_thinking
+from .evaluation.decoding import GREEDY, DecodingMode, Run, acceptance_by_position, decode
+from .evaluation.methods import named_method, plain_method
+from .evaluation.prompts import Prompt, PromptEncoder
 from .loading import load_model, unit_of
 from .requests import GenerateRequest
 
@@ -41,18 +39,10 @@ class Completed:
 
     def as_dict(self) -> dict[str, object]:
         """Return values for a JSON object."""
-        count = self.run.new_tokens
-        return {
-            "text": self.text,
-            "unit": self.unit,
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": count,
-            "seconds": self.run.seconds,
-            "backbone_calls": self.run.forwards,
-            "accepted_by_position": self.accepted_by_position,
-            "tokens_per_second": count / self.run.seconds,
-            "tokens_per_call": count / self.run.forwards,
-        }
+        count, seconds, calls = self.run.new_tokens, self.run.seconds, self.run.forwards
+        said = {"text": self.text, "unit": self.unit, "prompt_tokens": self.prompt_tokens, "new_tokens": count}
+        counts = {"seconds": seconds, "backbone_calls": calls, "accepted_by_position": self.accepted_by_position}
+        return {**said, **counts, "tokens_per_second": count / seconds, "tokens_per_call": count / calls}
 
 
 def complete(request: GenerateRequest, shows: bool = False) -> Completed:
@@ -65,30 +55,10 @@ def complete(request: GenerateRequest, shows: bool = False) -> Completed:
     """
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
-    method = _method(request, model)
-    if shows:
-        method.options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ids = torch.tensor([_prompt_ids(request, tokenizer)], device=model.device)
-    PromptEncoder(tokenizer, request.chat, not request.no_thinking).warn_of_thinking([method.drafter])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    run = decode(method, batch, _mode(request), request.max_new_tokens, request.seed)
-    return Completed(str(tokenizer.decode(run.ids[0], skip_special_tokens=True)), unit_of(tokenizer), ids.shape[1], run)
-
-
-def _mode(request: GenerateRequest) -> DecodingMode:
-    if request.temperature == 0 or (request.temperature is None and request.top_k is None and request.top_p is None):
-        return GREEDY
-    chosen = {"temperature": request.temperature or 1.0, "top_k": request.top_k or 0, "top_p": request.top_p or 1.0}
-    return DecodingMode("sampled", {"do_sample": True} | chosen)
-
-
-def _method(request: GenerateRequest, model: PreTrainedModel) -> Method:
-    if (spec := request.method()) is not None:
-        method = named_method(spec, model)
-    elif request.plain or not isinstance(model, MTPGenerationMixin):
-        method = plain_method(model)
-    else:
-        method = drafting_method("own", model)
+    spec, mode = request.method(), GREEDY
+    if spec is None and not request.plain and isinstance(model, MTPGenerationMixin):
+        spec = "own"
+    method = named_method(spec, model) if spec else plain_method(model)
     if request.num_assistant_tokens is not None:
         if method.drafter is None:
             raise ValueError(
@@ -96,18 +66,18 @@ def _method(request: GenerateRequest, model: PreTrainedModel) -> Method:
                 "drafter or add --heads, and leave --plain out"
             )
         method.options["num_assistant_tokens"] = request.num_assistant_tokens
-    return method
-
-
-def _prompt_ids(request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    prompt = request.prompt or ""
-    if not request.chat:
-        ids: Any = tokenizer(prompt)["input_ids"]
-    elif tokenizer.chat_template is None:
+    if shows:
+        method.options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    if request.chat and tokenizer.chat_template is None:
         raise ValueError(f"--chat: the tokenizer of {request.model} has no chat template; leave --chat out")
-    else:
-        chat, options = [{"role": "user", "content": prompt}], without_thinking(request.no_thinking)
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **options)
-    if not ids:
+    writer = PromptEncoder(tokenizer, request.chat, not request.no_thinking)
+    writer.warn_of_thinking([method.drafter])
+    batch = writer.batch([Prompt("", (request.prompt or "",))], [[]], model.device)
+    count = batch["input_ids"].numel()
+    if not count:
         raise ValueError("the prompt is empty, and this model's tokenizer adds nothing to it; write at least one word")
-    return list(ids)
+    if request.temperature != 0 and (request.temperature, request.top_k, request.top_p) != (None, None, None):
+        chosen = {"temperature": request.temperature or 1.0, "top_k": request.top_k or 0, "top_p": request.top_p or 1.0}
+        mode = DecodingMode("sampled", {"do_sample": True, **chosen})
+    run = decode(method, batch, mode, request.max_new_tokens, request.seed)
+    return Completed(str(tokenizer.decode(run.ids[0], skip_special_tokens=True)), unit_of(tokenizer), count, run)

@@ -23,8 +23,8 @@ from .evaluation.decoding import Method
 from .evaluation.prompts import PromptEncoder
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .loading import unit_of
-from .results import DecodingResult, MeasuredResults, environment, hardware
-from .utils import check_directory, replace_file, shown_word
+from .results import MeasuredResults, environment, hardware
+from .utils import check_directory, replace_file, shown_word, visible
 
 MARK = "demo.json"  # marks the demo's own directories, and holds the command
 _FEW = 4  # prompts below which results need a warning
@@ -32,6 +32,8 @@ _UNSHOWN = "sampled, T=0.7"  # a way of decoding of which no output is shown
 _BATCH_SHARE = 0.35  # of the time, where batches are measured, too
 _BATCH_TOKENS = 64  # per completion in batches, at most
 _ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}
+PROMPT, DRAFTED, VERIFIED = "dim", "black on green", "black on yellow"
+"""Styles of the prompt, of accepted drafts and of tokens that the verifier added; a background shows blanks, too."""
 
 
 @dataclass(frozen=True)
@@ -57,47 +59,38 @@ class Measurement:
     def measure(self, subject: DemoModel) -> tuple[MeasuredResults, Bench]:
         """Measure the methods; return the results, and the bench of single prompts, which holds the outputs."""
         before, share = environment(), _BATCH_SHARE if self.batch_size > 1 else 0.0
-        single = self._decode(subject, subject.methods, 1, self.new_tokens, (1 - share) * self.seconds)
-        benches = [single]
+
+        def decoded(methods: Sequence[Method], size: int, new_tokens: int, share: float) -> Bench:
+            protocol = Protocol(subject.modes, (size,), new_tokens, seconds=share * self.seconds, seed=self.seed)
+            bench, words = Bench(methods, subject.writer, protocol), f"calls, {size} prompts at once"
+            bench.run(subject.prompts(self.seed), lambda done, most: self.on_step(f"{done} of at most {most} {words}"))
+            return bench
+
+        benches = [single := decoded(subject.methods, 1, self.new_tokens, 1 - share)]
+        limits = f"at most {self.new_tokens} {unit_of(subject.writer.tokenizer)}s"
         if share:  # a drafted token costs more than alone: drafts as long as pays, and trees keep their form
-            few, adaptive = min(self.new_tokens, _BATCH_TOKENS), list(subject.methods)
-            for index, each in enumerate(adaptive):
+            limits += f", in batches with at most {_BATCH_TOKENS}, and drafts as long as pays (the schedule `adaptive`)"
+            methods = [*subject.methods]
+            for index, each in enumerate(methods):
                 if each.drafter is not None and "draft_tree" not in each.options:
-                    adaptive[index] = replace(each, options=_ADAPTIVE | each.options)
-            benches.append(self._decode(subject, adaptive, self.batch_size, few, share * self.seconds))
-        rows = [row for bench in benches for row in results_of(bench)]
+                    methods[index] = replace(each, options=_ADAPTIVE | each.options)
+            benches.append(decoded(methods, self.batch_size, min(self.new_tokens, _BATCH_TOKENS), share))
         refused = {name: reason for bench in benches for name, reason in bench.not_measured.items()}
-        if not rows:
+        if not (rows := [row for bench in benches for row in results_of(bench)]):
             raise ValueError(f"nothing was measured: {'; '.join(map(str, refused.values()))}")
-        unit = unit_of(subject.writer.tokenizer)
         count = len({name for bench in benches for line in bench.lines for name in line.prompts})
-        parts = [
-            f"{subject.description}: {count} prompt{'s' * (count > 1)}",
-            f"each completed with at most {self.new_tokens} {unit}s",
-            f"in batches with at most {_BATCH_TOKENS}, and drafts as long as pays (the schedule `adaptive`)",
-        ]
+        prompts = f"{count} prompt{'s' * (count > 1)}"
         measured = measured_results(
             single,
             results=rows,
             environment=before,
             dataset_name=subject.dataset,
-            dataset_description=f"{', '.join(parts if share else parts[:2])}.",
+            dataset_description=f"{subject.description}: {prompts}, each completed with {limits}.",
             command=self.command(subject, shows_directories=False),
             extra=subject.facts,
             not_measured=refused,
         )
         return measured, single
-
-    def _decode(
-        self, subject: DemoModel, methods: Sequence[Method], batch_size: int, new_tokens: int, seconds: float
-    ) -> Bench:
-        protocol = Protocol(subject.modes, (batch_size,), new_tokens, seconds=seconds, seed=self.seed)
-        bench = Bench(methods, subject.writer, protocol)
-        bench.run(
-            subject.prompts(self.seed),
-            lambda done, count: self.on_step(f"{done} of at most {count} calls, {batch_size} prompts at once"),
-        )
-        return bench
 
 
 def run_demo(
@@ -107,7 +100,7 @@ def run_demo(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> MeasuredResults:
-    """Measure a model, show its outputs, and write results and figures into a directory.
+    """Measure a model, show its outputs, and write results and figures; return what is saved in `results.json`.
 
     Args:
         measurement: How much is measured.
@@ -115,9 +108,6 @@ def run_demo(
         output: The directory of results and figures. One that a demo made is written over.
         overwrite: Write into a directory that no demo made; files of other names stay.
         console: None: the standard output.
-
-    Returns:
-        The results, as saved in `results.json`.
 
     Raises:
         OSError: An output directory that cannot be used; it is checked before anything is measured.
@@ -152,36 +142,21 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
-    console.print(legend())
-    for mode in (mode for mode in bench.protocol.modes if mode.name != _UNSHOWN):
-        fastest = fastest_of(measured.results, mode.name)
-        if fastest is None:
-            continue
-        console.rule(f"{mode.name}, {fastest}", align="left")
-        written = completions_of(bench, fastest, mode)
-        console.print(coloured(min(written, key=lambda each: each.loops), bench.writer))  # the first that does not
+    words = ("prompt", PROMPT), "  ", ("drafted and accepted", DRAFTED), "  ", ("verifier's own", VERIFIED)
+    console.print(Text.assemble(*words))
+    alone = [row for row in measured.results if row.batch_size == 1]
+    for mode in bench.protocol.modes:
+        drafting = [row for row in alone if row.decoding == mode.name and row.draft_length]
+        if drafting and mode.name != _UNSHOWN:
+            fastest = max(drafting, key=lambda row: row.tokens_per_second).method or ""
+            console.rule(f"{mode.name}, {fastest}", align="left")
+            written = completions_of(bench, fastest, mode)
+            console.print(coloured(min(written, key=lambda each: each.loops), bench.writer))  # the first that does not
     show(console, measured)
     load = measured.environment.get("load average, 1 min", "unknown")
     console.print(f"{measured.dataset_description} {measured.hardware}; load {load} before.", markup=False)
-    if min(len(row.per_prompt) for row in measured.results if row.batch_size == 1) < _FEW:
+    if min(len(row.per_prompt) for row in alone) < _FEW:
         console.print("So few prompts say little; a busy machine needs more --seconds.", style="bold yellow")
-
-
-def fastest_of(results: Sequence[DecodingResult], mode: str) -> str | None:
-    """Return the method with drafts of most bytes per second in a way of decoding, one prompt at a time."""
-    rows = [row for row in results if row.decoding == mode and row.batch_size == 1 and row.draft_length]
-    return max(rows, key=lambda row: row.tokens_per_second).method if rows else None
-
-
-PROMPT, DRAFTED, VERIFIED = "dim", "black on green", "black on yellow"
-"""Styles of the prompt, of accepted drafts and of tokens that the verifier added; a background shows blanks, too."""
-
-
-def legend() -> Text:
-    """Return one line that explains the colours."""
-    return Text.assemble(
-        ("prompt", PROMPT), "  ", ("drafted and accepted", DRAFTED), "  ", ("verifier's own", VERIFIED)
-    )
 
 
 def coloured(completion: Completion, writer: PromptEncoder, prompt_lines: int = 4) -> Text:
@@ -191,8 +166,3 @@ def coloured(completion: Completion, writer: PromptEncoder, prompt_lines: int = 
     for piece, is_drafted in spans(writer.tokenizer, completion.ids, completion.drafted):
         text.append(visible(piece), style=DRAFTED if is_drafted else VERIFIED)
     return text
-
-
-def visible(text: str) -> str:
-    """Return text in which characters that would move the cursor are U+FFFD; line ends and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

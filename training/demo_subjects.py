@@ -19,62 +19,14 @@ from .loading import load_model
 from .utils import shown_word
 
 _PREFIX = 320  # bytes of the held-out prefixes that the model in the box completes
-_PREFIXES = 32
-_REQUESTS = {
-    "writing": "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
-    "coding": "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
-    "mathematics": "A baker sells 3 rolls for 2 euros. How much do 12 rolls cost? Explain it step by step.",
-    "extraction": "List the names and the years in this text, a line for each: Anna Berg founded the mill in 1891. Her "
-    "nephew Olof Lind sold it in 1924 to Maria Santos, who had come from Porto in 1910.",
-    "planning": "Plan a day in the mountains for a family with two small children, hour by hour.",
-    "rewriting": "Correct the mistakes in this text: Yesterday we was walking to the lake, and their we seen two swan "
-    "who was sleeping under a old tree.",
-    "knowledge": "Why is the sky blue, and why is it red in the evening?",
-    "translation": "Translate into French: The train to the coast leaves at nine, and the last one back at seven.",
-}
-"""By category, what a model is asked where no prompts are given."""
-_FURTHER = {
-    "writing": (
-        "Write a letter from a grandmother to her grandson who is at sea.",
-        "Write a poem about a town in the rain.",
-    ),
-    "coding": (
-        "Write a Python class of a bank account.",
-        "Write a SQL query that counts the orders of every customer.",
-    ),
-    "mathematics": (
-        "A train goes 150 km in 2 hours. How far does it go in 5?",
-        "What is 15 % of 240? Show every step.",
-    ),
-    "extraction": (
-        "List the colours in: a red boat, two green nets, blue rope.",
-        "List the verbs in: She sat, read and slept.",
-    ),
-    "planning": ("Plan a dinner for six people, course by course.", "Plan how to learn to swim in eight weeks."),
-    "rewriting": (
-        "Write this politely: Send me the money now.",
-        "Shorten: The meeting that was planned for today is off.",
-    ),
-    "knowledge": ("How do bees make honey?", "Why do ships of steel float?"),
-    "translation": ("Translate into German: Where is the station?", "Translate into Spanish: The soup is cold again."),
-}
-"""What the doctor asks besides."""
 
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A model, its methods and its prompts.
+    """A model and its drafters, in words and as methods, of which the first decodes plainly, and what they answer.
 
-    Attributes:
-        words: The model and its drafters, in a line.
-        methods: The first decodes plainly.
-        writer: Makes ids of prompts.
-        prompts: From a seed to the prompts.
-        dataset: Short name of the prompts.
-        description: What they are.
-        modes: Ways of decoding.
-        arguments: Of `tokenahead demo`, which name the subject.
-        facts: To show beside the results, by name.
+    `prompts` makes prompts of a seed; `dataset` names them, and `description` says what they are. `arguments` of
+    `tokenahead demo` name all this, and `facts` are shown beside the results.
     """
 
     words: str
@@ -88,7 +40,7 @@ class DemoModel:
     facts: dict[str, str | int | float] = field(default_factory=dict)
 
 
-def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dtype: str = "auto") -> DemoModel:
+def box_model(directory: str | Path | None = None, prompts: int = 32, dtype: str = "auto") -> DemoModel:
     """Return the model in the box (None: the installed one) with each of its heads, and held-out code to complete.
 
     `dtype` is that of the weights; `"auto"`: float32.
@@ -99,22 +51,22 @@ def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dty
     box = Box.load(directory, "float32" if dtype == "auto" else dtype)
     first, *_ = box.models.values()
     ranks = {head: model.config.mtp_head.rank for head, model in box.models.items()}
-    names = {head: head if rank in (None, 1) else f"{head} {rank}" for head, rank in ranks.items()}
-    sizes = {names[head]: _further_parameters(model, model) for head, model in box.models.items()}
-    packages = sorted({excerpt.package for excerpt in box.excerpts})
+    models = {head if ranks[head] in (None, 1) else f"{head} {ranks[head]}": box.models[head] for head in ranks}
+    sizes = {name: _further_parameters(model, model) for name, model in models.items()}
+    packages = ", ".join(sorted({excerpt.package for excerpt in box.excerpts}))
+
+    def completed(seed: int) -> list[Prompt]:
+        texts = excerpt_prompts(box.excerpts, prompts, seed, _PREFIX)
+        return [Prompt(str(number), (text,)) for number, text in enumerate(texts)]
 
     return DemoModel(
-        words=f"The model in the box: EvaByte with {_backbone_parameters(first):,} parameters, {str(first.dtype)[6:]}; "
+        f"The model in the box: EvaByte with {_backbone_parameters(first):,} parameters, {str(first.dtype)[6:]}; "
         f"heads over {first.window} bytes: {', '.join(f'{name} ({size:,})' for name, size in sizes.items())}",
-        methods=[plain_method(first), *(drafting_method(names[head], model) for head, model in box.models.items())],
-        writer=PromptEncoder(box.tokenizer, chats=False),
-        prompts=lambda seed: [
-            Prompt(str(number), (text,))
-            for number, text in enumerate(excerpt_prompts(box.excerpts, prompts, seed, _PREFIX))
-        ],
-        dataset="held-out Python packages",
-        description=f"Source of {', '.join(packages)}, of which nothing was trained on, prompts of up to {_PREFIX} "
-        "bytes",
+        [plain_method(first), *(drafting_method(name, model) for name, model in models.items())],
+        PromptEncoder(box.tokenizer, chats=False),
+        completed,
+        "held-out Python packages",
+        f"Source of {packages}, of which nothing was trained on, prompts of up to {_PREFIX} bytes",
         arguments=[] if dtype == "auto" else ["--dtype", dtype],
         facts={f"Parameters of {name}": size for name, size in sizes.items()},
     )
@@ -122,9 +74,7 @@ def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dty
 
 def requests(further: bool = False) -> list[Prompt]:
     """Return a short request of each of eight kinds, or three, for models of which no prompts are given."""
-    every = {name: (text, *(_FURTHER[name] if further else ())) for name, text in _REQUESTS.items()}
-    numbered = [(name, *pair) for name, texts in every.items() for pair in enumerate(texts)]
-    return [Prompt(f"{name} {number}" if number else name, (text,), name) for name, number, text in numbered]
+    return read_prompts(Path(__file__).with_name("requests.jsonl"))[0][: None if further else 8]
 
 
 def named_model(
@@ -139,22 +89,20 @@ def named_model(
         dtype: Of the weights; `"auto"`: the checkpoint's, float32 of the model in the box.
 
     Raises:
-        FileNotFoundError: No such directory or file.
-        OSError: What the Hub cannot give.
+        OSError: No such directory or file, or what the Hub cannot give.
         ValueError: No model, prompts that cannot be read, or a drafter that does not fit.
     """
     asked = read_prompts(prompts)[0] if prompts else requests()
     loaded, tokenizer, plain, drafting = load_methods(model, drafter, dtype)
-    writer = PromptEncoder(tokenizer, chats=bool(model))
+    writer, kinds = PromptEncoder(tokenizer, chats=bool(model)), dict.fromkeys(prompt.category for prompt in asked)
     given = {"model": model, "drafter": drafter, "prompts": prompts, "dtype": None if dtype == "auto" else dtype}
     return DemoModel(
-        words=described(loaded, model, drafting),
-        methods=[plain, drafting],
-        writer=writer,
-        prompts=lambda seed: asked,
-        dataset=prompts.name if prompts else "short requests",
-        description=f"{'Prompts' if prompts else 'Requests'} of "
-        f"{', '.join(dict.fromkeys(prompt.category for prompt in asked))}",
+        described(loaded, model, drafting),
+        [plain, drafting],
+        writer,
+        lambda seed: asked,
+        prompts.name if prompts else "short requests",
+        f"{'Prompts' if prompts else 'Requests'} of {', '.join(kinds)}",
         modes=(MODES[0], MODES[-1]),
         arguments=[word for name, value in given.items() if value for word in (f"--{name}", str(value))],
         facts={"Model": shown_word(model or "the model in the box"), "Chat template": writer.template},

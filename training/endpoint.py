@@ -1,25 +1,27 @@
 """Completions from a server with OpenAI's interface, such as vLLM: many requests at once, and none lost.
 
 Prompts are sent as token ids, and ids are asked for (`return_token_ids`, of vLLM 0.10.2 and later). What a server says
-is checked before anybody sees it, and its time, size and pauses are bounded. A request that fails, or whose answer is
-cut, is repeated; a run that could not get all its rows names the first of them, and goes on when it is started again.
+is checked before anybody sees it; its time, size and pauses are bounded. What fails or is cut is asked again.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..configuration.fields import check_values
 from .utils import escaped, needs_extra, one_line
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.get_logger(__name__)
 T = TypeVar("T")
@@ -29,7 +31,6 @@ _LARGEST = 1 << 24  # bytes of an answer, decoded
 _CODINGS = ("identity", "gzip", "deflate")  # 64 KiB of these become 64 MiB at most
 _LARGEST_VOCABULARY = 1 << 19  # more tokens than any known one has
 _FAULTS = 16  # rows without a usable answer, one after the other, that end a run
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class EndpointError(RuntimeError):
@@ -37,16 +38,12 @@ class EndpointError(RuntimeError):
 
 
 class _PassingError(Exception):
-    """What may be gone when a request is repeated; `pause` in seconds is what the server asks for."""
-
-    def __init__(self, reason: str, pause: float = 0.0) -> None:
-        super().__init__(reason)
-        self.pause = pause
+    """What may be gone when a request is repeated."""
 
 
 @dataclass
 class Endpoint:
-    """A model on a server, in the place of a backbone that `regenerate` runs itself.
+    """A model on a server, in the place of the backbone of `regenerate`.
 
     Args:
         url: With the version, `http://host:8000/v1`; redirections are not followed.
@@ -61,9 +58,6 @@ class Endpoint:
 
     Raises:
         ValueError: No address, or a number out of range.
-
-    Example:
-        >>> regenerate(Endpoint("http://localhost:8000/v1"), prompts, "answers", max_new_tokens=256)
     """
 
     url: str
@@ -75,7 +69,6 @@ class Endpoint:
     pause: float = 0.5
     timeout: float = 600.0
     vocab_size: int | None = None
-    failures: Counter[str] = field(default_factory=Counter, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "tries", "vocab_size"):
@@ -93,7 +86,10 @@ class Endpoint:
         if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"url={self.url!r} must be the address of a server, as http://host:8000/v1")
         self.url = self.url.rstrip("/")
-        self._tls = address.scheme == "https" and httpx.create_ssl_context()  # once, for it reads all certificates
+        tls = address.scheme == "https" and httpx.create_ssl_context()  # once, for it reads all certificates
+        headers = {"Accept-Encoding": "identity"}
+        headers |= {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        self._client = partial(httpx.AsyncClient, verify=tls, timeout=None, headers=headers)
 
     def served_model(self) -> str:
         """Return the name of the model that answers.
@@ -101,9 +97,16 @@ class Endpoint:
         Raises:
             EndpointError: The server does not answer, or has no such model, or several where none is named.
         """
-        served = self._answer("models", None, self._names_of)
-        if self.model is None and len(served) == 1:
-            self.model = served[0]
+
+        def names_of(answer: Any, body: object) -> list[str]:
+            models = answer.get("data") if isinstance(answer, dict) else None
+            names: list[Any] = [each.get("id") if isinstance(each, dict) else None for each in models or ()]
+            if not isinstance(models, list) or not all(isinstance(name, str) for name in names):
+                raise EndpointError(f"{self.url}/models gives no list of models")
+            return names
+
+        served = self.answer("models", None, names_of)
+        self.model = served[0] if self.model is None and len(served) == 1 else self.model
         if self.model not in served:
             names = escaped(", ".join(served))[:300] or "nothing"
             raise EndpointError(f"{self.url} serves {names}: model={self.model!r} is none of it")
@@ -127,13 +130,12 @@ class Endpoint:
         from anyio.from_thread import start_blocking_portal
 
         self.served_model()
-        self.failures.clear()
         rows, running, errors, in_turn = iter(prompts), dict[Future[list[int]], int](), dict[int, BaseException](), 0
         with start_blocking_portal() as portal:
             while True:
                 room = self.concurrency - len(running) if in_turn < _FAULTS else 0
                 for _, row in zip(range(room), rows):
-                    body = self._body(prompts[row], max_new_tokens, seed + row, options)
+                    body = self.body(prompts[row], max_new_tokens, seed=seed + row, **options)
                     running[portal.start_task_soon(self._repeated, "completions", body, self._ids_of)] = row
                 if not running:
                     break
@@ -144,66 +146,28 @@ class Endpoint:
                         yield row, done.result()
                     else:
                         in_turn, errors[row] = in_turn + 1, error
-        if self.failures:
-            told = ", ".join(f"{count} x {reason}" for reason, count in self.failures.most_common(9))
-            logger.warning(f"{self.url}: requests that failed and were repeated: {told}")
         if errors:
             (row, first), *further = errors.items()
             others = f"; and {len(further)} further rows" if further else ""
             raise EndpointError(f"row {row}: {one_line(first)}{others}") from first
 
-    def states_file(self, prompt: Sequence[int]) -> str:
-        """Return the path of the file with the hidden states of a prompt, which vLLM's connector has written.
-
-        Raises:
-            EndpointError: No whole answer in all tries, one to another prompt, or of a server that extracts nothing.
-        """
-        return self._answer("completions", self._body(prompt, 1, 0, {}), self._path_of)
-
-    def _body(self, prompt: Sequence[int], most: int, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        asked = {"model": self.model, "prompt": list(prompt), "max_tokens": most, "seed": seed}
+    def body(self, prompt: Sequence[int], most: int, **options: Any) -> dict[str, Any]:
+        """Return the fields of a request for at most so many tokens after a prompt."""
+        asked = {"model": self.model, "prompt": [*prompt], "max_tokens": most}
         return {**asked, "return_token_ids": True, **options}
 
-    def _names_of(self, answer: Any, body: object) -> list[str]:
-        models = answer.get("data") if isinstance(answer, dict) else None
-        names: list[Any] = [each.get("id") if isinstance(each, dict) else None for each in models or ()]
-        if not isinstance(models, list) or not all(isinstance(name, str) for name in names):
-            raise EndpointError(f"{self.url}/models gives no list of models")
-        return names
+    def answer(self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any, Any], T]) -> T:
+        """Return what is read of the answer to a request, which a loop of its own awaits: only there time always ends.
 
-    def _path_of(self, answer: Any, body: Mapping[str, Any]) -> str:
-        self._choice(answer, body)
-        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if not isinstance(path, str):
-            raise EndpointError(f"{self.url} returns no hidden_states_path: docs/scale.md says how vLLM is started")
-        return path
+        Raises:
+            EndpointError: No whole answer in all tries, or one that cannot be used.
+        """
+        from anyio.from_thread import start_blocking_portal
 
-    def _ids_of(self, answer: Any, body: Mapping[str, Any]) -> list[int]:
-        """Return the ids of a completion: whole numbers of the vocabulary, at most as many as were asked for."""
-        choice, most, tokenizer = self._choice(answer, body), body["max_tokens"], self.tokenizer
-        ids, is_ended = choice.get("token_ids"), choice["finish_reason"] == "stop"
-        if is_text := ids is None:
-            if tokenizer is None:
-                raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
-            ids, end = tokenizer(choice["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
-            ids = [*ids, end] if isinstance(end, int) and is_ended else ids
-        if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
-            found = f"{len(ids)} ids" if isinstance(ids, list) else f"ids that are a {type(ids).__name__}"
-            raise EndpointError(f"{self.url} answers with {found}, and at most {most} were asked for")
-        tokens = getattr(tokenizer, "get_vocab", dict)().values()
-        size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
-        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < size]:
-            raise EndpointError(f"{self.url} answers with the id {wrong[0]!s:.50}, of a vocabulary of {size}")
-        if is_text:
-            return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
-        is_short = not is_ended and len(ids) < most
-        if is_short or (answer.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids):
-            raise _PassingError("fewer tokens than it says")
-        if tokenizer is not None and not _alike(choice["text"], str(tokenizer.decode(ids, True))):
-            raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
-        return ids
+        with start_blocking_portal() as portal:
+            return portal.call(self._repeated, path, body, read)
 
-    def _choice(self, answer: Any, body: Mapping[str, Any]) -> Any:
+    def choice_of(self, answer: Any, body: Mapping[str, Any]) -> Any:
         """Return what was chosen; refuse an answer to another prompt than was sent, and one that is not whole."""
         choice, sent = answer["choices"][0], body["prompt"]
         prompt = choice.get("prompt_token_ids")
@@ -214,67 +178,75 @@ class Endpoint:
             raise _PassingError(f"finish_reason={choice['finish_reason']!s:.50}")
         return choice
 
-    def _answer(self, path: str, body: Any, read: Callable[[Any, Any], T]) -> T:
-        """Return what is read of an answer, for which a loop of its own waits: only there time always ends."""
-        from anyio.from_thread import start_blocking_portal
+    def _ids_of(self, answer: Any, body: Mapping[str, Any]) -> list[int]:
+        """Return the ids of a completion: whole numbers of the vocabulary, at most as many as were asked for."""
+        choice, most, tokenizer = self.choice_of(answer, body), body["max_tokens"], self.tokenizer
+        ids, is_ended = choice.get("token_ids"), choice["finish_reason"] == "stop"
+        if is_text := ids is None:
+            if tokenizer is None:
+                raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
+            ids, end = tokenizer(choice["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
+            ids = [*ids, end] if isinstance(end, int) and is_ended else ids
+        if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
+            raise EndpointError(f"{self.url} answers with ids {ids!s:.50}, where a list of at most {most} is right")
+        tokens = getattr(tokenizer, "get_vocab", dict)().values()
+        size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
+        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < size]:
+            raise EndpointError(f"{self.url} answers with the id {wrong[0]!s:.50}, of a vocabulary of {size}")
+        if is_text:
+            return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
+        is_short = not is_ended and len(ids) < most
+        if is_short or (answer.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids):
+            raise _PassingError("fewer tokens than it says")
+        texts = () if tokenizer is None else (choice["text"], str(tokenizer.decode(ids, True)))
+        if len({"".join(each.replace("\ufffd", "").split()) for each in texts}) > 1:  # decoders differ in spaces
+            raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
+        return ids
 
-        with start_blocking_portal() as portal:
-            return portal.call(self._repeated, path, body, read)
-
-    async def _repeated(self, path: str, body: Any, read: Callable[[Any, Any], T]) -> T:
+    async def _repeated(self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any, Any], T]) -> T:
         """Return what is read of the answer to a request, which is repeated while it fails."""
-        import anyio
-
-        last = _PassingError("none")
-        for number in range(self.tries):
-            if number:
-                doubled = min(self.pause * 2 ** min(number - 1, 32), _LONGEST_PAUSE)
-                asked = max(last.pause, doubled * random.uniform(0.5, 1.0))  # not all at once again
-                await anyio.sleep(min(asked, _LONGEST_PAUSE, self.timeout))
-            try:
-                content = await self._asked(path, body)
-                try:
-                    return read(json.loads(content), body)
-                except _MALFORMED as error:
-                    raise _PassingError(f"no answer in OpenAI's form: {type(error).__name__}") from error
-            except _PassingError as error:
-                last = error
-                self.failures[str(error)] += 1
-        raise EndpointError(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {last}") from last
-
-    async def _asked(self, path: str, body: Any) -> bytes:
-        """Return the answer to a request; a POST where it has a body."""
         import anyio
         import httpx
 
-        headers = {"Accept-Encoding": "identity"}
-        headers |= {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        method, content = "GET" if body is None else "POST", bytearray()
-        try:
-            with anyio.fail_after(self.timeout):
-                async with (
-                    httpx.AsyncClient(verify=self._tls, timeout=None, headers=headers) as client,
-                    client.stream(method, f"{self.url}/{path}", json=body) as response,
-                ):
-                    if (coding := response.headers.get("Content-Encoding", "identity").lower()) not in _CODINGS:
-                        raise EndpointError(f"{self.url} answers in the Content-Encoding {escaped(coding)[:50]}")
-                    async for piece in response.aiter_bytes():
-                        content += piece
-                        if len(content) > _LARGEST:
-                            raise EndpointError(f"{self.url} answers with more than {_LARGEST} bytes")
-        except (httpx.RequestError, TimeoutError) as error:
-            raise _PassingError(type(error).__name__) from error
-        if response.status_code >= 500 or response.status_code in _FOR_NOW:
-            asked = response.headers.get("Retry-After", "")
-            pause = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
-            raise _PassingError(f"HTTP {response.status_code}", pause)
-        if not response.is_success:
-            words = escaped(content[:300].decode(errors="replace"))
-            raise EndpointError(f"{self.url}/{path} answers HTTP {response.status_code}: {words}")
-        return bytes(content)
+        fault, pause = "", 0.0
+        for number in range(self.tries):
+            if number:
+                logger.warning_once(f"{self.url}/{path}: {fault}; such requests are repeated")
+                doubled = min(self.pause * 2 ** min(number - 1, 32), _LONGEST_PAUSE)
+                asked = max(pause, doubled * random.uniform(0.5, 1.0))  # not all at once again
+                await anyio.sleep(min(asked, _LONGEST_PAUSE, self.timeout))
+            pause = 0.0
+            try:
+                response, content = await self._asked(path, body)
+            except (httpx.RequestError, TimeoutError) as error:
+                fault = type(error).__name__
+                continue
+            if not response.is_success:
+                fault, after = f"HTTP {response.status_code}", response.headers.get("Retry-After", "")
+                pause = float(after) if after.isascii() and after.isdecimal() else 0.0
+                if response.status_code < 500 and response.status_code not in _FOR_NOW:
+                    words = escaped(content[:300].decode(errors="replace"))
+                    raise EndpointError(f"{self.url}/{path} answers {fault}: {words}")
+                continue
+            try:
+                return read(json.loads(content), body)
+            except _PassingError as error:
+                fault = str(error)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                fault = f"no answer in OpenAI's form: {type(error).__name__}"
+        raise EndpointError(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {fault}")
 
+    async def _asked(self, path: str, body: Mapping[str, Any] | None) -> tuple[httpx.Response, bytearray]:
+        """Return the answer to a request, and its content; a POST where it has a body."""
+        import anyio
 
-def _alike(text: str, decoded: str) -> bool:
-    """Return whether texts are the same but for spaces and broken characters, of which decoders make different ones."""
-    first, second = ("".join(each.replace("\ufffd", "").split()) for each in (text, decoded))
-    return first == second
+        content, method = bytearray(), "GET" if body is None else "POST"
+        with anyio.fail_after(self.timeout):
+            async with self._client() as client, client.stream(method, f"{self.url}/{path}", json=body) as response:
+                if (coding := response.headers.get("Content-Encoding", "identity").lower()) not in _CODINGS:
+                    raise EndpointError(f"{self.url} answers in the Content-Encoding {escaped(coding)[:50]}")
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > _LARGEST:
+                        raise EndpointError(f"{self.url} answers with more than {_LARGEST} bytes")
+        return response, content

@@ -22,7 +22,7 @@ from transformers import (
 from ..configuration.mtp_families import REFUSED, count_modules, dspark_block_size
 from ..generation.drafter import DRAFTERS
 from ..generation.tensors.config_errors import naming_field
-from ..generation.tensors.saving import finish, readable
+from ..generation.tensors.saving import finish
 from ..generation.tensors.tensor_files import HUB_OPTIONS, check_index
 from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP
@@ -135,8 +135,7 @@ def load_config(source: str, option: str) -> PreTrainedConfig:
         FileNotFoundError: What can only be a directory, and is none.
         OSError: A directory without a configuration, or a name that the Hub cannot give, also because it is offline.
     """
-    if Path(source).is_dir():
-        finish(source)
+    if finish(source).is_dir():
         return AutoConfig.from_pretrained(source)
     if not is_hub_name(source):
         raise FileNotFoundError(f"{option} {source}: no such directory")
@@ -175,12 +174,12 @@ def unit_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def has_adapters(directory: str | PathLike) -> bool:
     """Return whether a directory holds adapters of peft, and not the model that they belong to."""
-    return (readable(Path(directory), [_ADAPTERS]) / _ADAPTERS).is_file() and not holds_model(directory)
+    return (finish(directory) / _ADAPTERS).is_file() and not holds_model(directory)
 
 
 def holds_model(directory: str | PathLike) -> bool:
     """Return whether a directory holds a whole model or drafter."""
-    return (readable(Path(directory), ["config.json"]) / "config.json").is_file()
+    return (finish(directory) / "config.json").is_file()
 
 
 def base_of(adapters: str | PathLike) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..generation.tensors.saving import readable, whole_directory
+from ..generation.tensors.saving import finish, whole_directory
 from ..modeling.common.online import OnlineLearner, OnlineMixin
 
 ONLINE_DIRECTORY = "online_drafter"
@@ -149,7 +149,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         Raises:
             ValueError: The directory is of another drafter, or of a buffer of another capacity.
         """
-        source, rank = readable(Path(folder) / ONLINE_DIRECTORY, [_FIRST]), _rank()
+        source, rank = finish(Path(folder) / ONLINE_DIRECTORY), _rank()
         if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
             stored = type(drafter).from_pretrained(source / "drafter").state_dict()
@@ -192,7 +192,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _has_drafter(checkpoint: Path) -> bool:
-    return (readable(checkpoint / ONLINE_DIRECTORY, [_FIRST]) / _FIRST).is_file()
+    return (finish(checkpoint / ONLINE_DIRECTORY) / _FIRST).is_file()
 
 
 def _path_of_first(path: Path | None) -> Path:

@@ -5,18 +5,17 @@ vLLM's method `extract_hidden_states` gives the outputs of chosen layers; `vllm_
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from math import isfinite
+from math import inf
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +24,7 @@ from safetensors.torch import load
 from ..modeling.common.backbone_parts import BackboneParts, compute_device
 from .endpoint import Endpoint, EndpointError
 from .states import Columns, Drafter, Row, TextStates
-from .utils import escaped, one_line
+from .utils import escaped
 
 _MORE, _HEADER = 64, 1 << 16  # tokens beside the prompt's, and bytes beside those of tensors, that a file may have
 
@@ -43,36 +42,28 @@ def vllm_options(drafter: Drafter, folder: str | Path) -> list[str]:
     """Return the arguments of `vllm serve BACKBONE` that make it write states for a drafter into a directory."""
     layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_outputs(drafter)}}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
-    connector = {
-        "kv_connector": "ExampleHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
+    place = {"shared_storage_path": str(folder)}
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+    connector |= {"kv_connector_extra_config": place}
     words = ["--speculative_config", json.dumps(method), "--kv_transfer_config", json.dumps(connector)]
     return [*words, "--no-enable-chunked-prefill"]
 
 
 class ServerStates(TextStates):
-    """States of a backbone that a vLLM server runs.
+    """States of a backbone that a vLLM server runs: rows of a Trainer with `data_collator=rows.collate`.
 
     Args:
         endpoint: The server, started with `vllm_options`; at most `concurrency` requests are in flight.
         drafter: Attached; its backbone gives the final norm and, where losses read them, logits.
-        data: See `TextStates`, as for `dtype`.
-        dtype: See there.
+        data: See `TextStates`, as for `dtype` and `ignore_columns`.
         folder: The directory of the server's files, where it is mounted here; of the paths that the server gives, only
             the last name is read, and what was read is deleted.
         wait: Seconds until a file must be whole, after the server's answer.
-        ignore_columns: See `TextStates`.
 
     Raises:
         ValueError: No directory, or no time.
         EndpointError: No such server; where a row is read, states of other tokens, of another number of layers or
             width, or that are not finite, and files that do not come, or are no files of their own.
-
-    Example:
-        >>> rows = ServerStates(Endpoint("http://localhost:8000/v1"), head, data, folder="/shared/states")
-        >>> MTPTrainer(head, args, train_dataset=rows, data_collator=rows.collate).train()
     """
 
     def __init__(
@@ -87,7 +78,7 @@ class ServerStates(TextStates):
     ) -> None:
         if not folder or not isinstance(folder, str | Path):
             raise ValueError(f"folder={folder!r} must be the directory in which the server's files are found here")
-        if not (isinstance(wait, int | float) and isfinite(wait) and wait >= 0):
+        if not (isinstance(wait, int | float) and 0 <= wait < inf):
             raise ValueError(f"wait={wait!r} must be a number of seconds")
         super().__init__(drafter, data, dtype, ignore_columns)
         self.endpoint, self.folder, self.wait = endpoint, Path(folder), wait
@@ -104,40 +95,45 @@ class ServerStates(TextStates):
     def _row(self, number: int) -> Columns:
         text, backbone = self.text(number), self.drafter.backbone
         ids, config = text["input_ids"].tolist(), backbone.config.get_text_config()
-        said = self.endpoint.states_file(ids)
-        path = self.folder / (PurePosixPath(said).name or "..")
-        name, most = f"{escaped(path.name)[:200]} of row {number}", len(ids) + _MORE  # tokens
-        if path.name == ".." or "\0" in said:
-            raise EndpointError(f"the server's answer to row {number} names no file: {escaped(said)[:200]}")
+        said = self.endpoint.answer("completions", self.endpoint.body(ids, 1), self._path_of)
+        name = PurePosixPath(said).name if isinstance(said, str) and "\0" not in said else ""
+        if name in ("", ".."):
+            raise EndpointError(
+                f"the answer to row {number} has no hidden_states_path of a file, but {escaped(repr(said))[:200]}: "
+                "docs/scale.md says how vLLM is started"
+            )
+        where, width = f"{escaped(name)[:200]} of row {number}", len(self._outputs) * config.hidden_size
         try:
-            found = _read(path, self.wait, most * (1 + len(self._outputs) * config.hidden_size) * 8 + _HEADER)
-            states, tokens = found["hidden_states"], found["token_ids"].flatten().tolist()
-        except (EndpointError, LookupError) as error:
-            raise EndpointError(f"{name}: {one_line(error)}") from error
-        if tokens[: len(ids)] != ids:
-            raise EndpointError(f"{name} holds states of other tokens than were sent")
-        wanted = (len(tokens), len(self._outputs), config.hidden_size)
+            found = _read(self.folder / name, self.wait, (len(ids) + _MORE) * (1 + width) * 8 + _HEADER)
+        except EndpointError as error:
+            raise EndpointError(f"{where} {error}") from error
+        states, tokens = (found.get(each, torch.empty(0)) for each in ("hidden_states", "token_ids"))
+        wanted = (tokens.numel(), len(self._outputs), config.hidden_size)
+        if tokens.flatten().tolist()[: len(ids)] != ids:
+            raise EndpointError(f"{where} holds states of other tokens than were sent")
         if states.shape != wanted or not states.is_floating_point():
-            found = f"{tuple(states.shape)} ({states.dtype})"
-            raise EndpointError(f"{name} holds states of shape {found}, not {wanted}, of the layers {self._outputs}")
+            given = f"{tuple(states.shape)} ({states.dtype})"
+            raise EndpointError(f"{where} holds hidden_states {given}, not {wanted}, of the layers {self._outputs}")
         states = states[: len(ids)].to(compute_device(backbone), backbone.dtype)  # [T, n, d]
         if not states.isfinite().all():
-            raise EndpointError(f"{name} holds states that are not finite: nothing learns so")
-        path.unlink(missing_ok=True)
+            raise EndpointError(f"{where} holds states that are not finite: nothing learns so")
+        (self.folder / name).unlink(missing_ok=True)
         last = config.num_hidden_layers
         layers = [layer % (last + 1) for layer in self.layers]
         columns = [states[:, self._outputs.index(layer)] for layer in layers]
         normed = [BackboneParts(backbone).norm(each) if layer == last else each for layer, each in zip(layers, columns)]
         return text | self._columns(torch.stack(normed, 1)[None], [len(ids)])[0]
 
+    def _path_of(self, answer: Any, body: Mapping[str, Any]) -> Any:
+        self.endpoint.choice_of(answer, body)
+        return (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+
 
 def _opened(path: Path) -> BinaryIO:
     """Open a file that is one: no link to another place, and no pipe, whose reader would wait for ever."""
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise EndpointError("it is no plain file")
-    return os.fdopen(number, "rb")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise EndpointError(f"is no plain file, or its lock ({path.suffix}) is none")
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def _read(path: Path, wait: float, most: int) -> dict[str, torch.Tensor]:
@@ -150,16 +146,14 @@ def _read(path: Path, wait: float, most: int) -> dict[str, torch.Tensor]:
             with _opened(path) as file:
                 content = file.read(most + 1)
             if len(content) > most:
-                raise EndpointError(f"it has more than the {most} bytes of these states")
+                raise EndpointError(f"has more than the {most} bytes of these states")
             found = load(content)
             lock.unlink(missing_ok=True)
             return found
         except (OSError, ValueError, SafetensorError) as error:
-            if isinstance(error, OSError) and error.errno == errno.ELOOP:
-                raise EndpointError("it is a link to another place") from error
             if time.monotonic() > until:
                 raise EndpointError(
-                    f"it is not whole {wait:g} s after the server's answer ({type(error).__name__}): do this machine "
-                    "and the server see one disk?"
+                    f"is not whole {wait:g} s after the server's answer ({type(error).__name__}): do this machine and "
+                    "the server see one disk?"
                 ) from error
-            time.sleep(min(0.05, wait))
+            time.sleep(0.05)

@@ -39,7 +39,7 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "tokenahead"):  # a defect of this package, not a missing extra
             raise
-        message = f"{what} needs the package {package!r}: pip install 'tokenahead[{extra}]'"
+        message = f"{what} needs {package!r}, of tokenahead[{extra}]: in a checkout, pip install '.[{extra}]'"
         raise MissingExtraError(message, name=error.name) from error
 
 

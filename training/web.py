@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -35,8 +36,8 @@ class Author:
     """A model with a drafter, which writes one text at a time; see `build`."""
 
     def __init__(self, model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> None:
-        self.model, self.tokenizer, self.plain, self.method = load_methods(model, drafter, dtype)
-        self.writer = PromptEncoder(self.tokenizer, chats=bool(model))
+        self.model, tokenizer, self.plain, self.method = load_methods(model, drafter, dtype)
+        self.writer = PromptEncoder(tokenizer, chats=bool(model))
         self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
         self.name = described(self.model, model, self.method)
         self.draws_trees = self.method.drafter.drafts_trees and takes_dense_masks(self.model)
@@ -45,52 +46,44 @@ class Author:
     def write(
         self, prompt: str, new_tokens: int, temperature: float, seed: int, as_tree: bool
     ) -> Iterator[tuple[Coloured, str]]:
-        """Yield the text so far, and what is said of it; colours come when the text is whole.
-
-        Raises:
-            ValueError: An empty prompt, or one that is too long.
-        """
+        """Yield the text so far, and what is said of it; colours come when the text is whole."""
         tree = {"top_k": 3} if isinstance(self.method.drafter, NgramDrafter) else {"top_k": 3, "total_tokens": 16}
-        new_tokens, mode = int(new_tokens), sampled(temperature) if temperature else GREEDY
         batch = self.writer.batch([Prompt("", (prompt,))], [[]], self.model.device)
+        asked = batch, sampled(temperature) if temperature else GREEDY, int(new_tokens), int(seed or 0)
         size = batch["input_ids"].shape[1]
-        most = field(self.model.config.get_text_config(), "max_position_embeddings", default=math.inf) - new_tokens
+        most = field(self.model.config.get_text_config(), "max_position_embeddings", default=math.inf) - int(new_tokens)
         if not prompt.strip() or size > most:
             what = f"{size} tokens are more than the {most} that fit" if prompt.strip() else "it is empty"
             raise ValueError(f"prompt: {what}")
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True)
+        streamer = TextIteratorStreamer(self.writer.tokenizer, skip_prompt=True)
         options = self.method.options | {"streamer": streamer} | ({"draft_tree": tree} if as_tree else {})
 
         def written() -> Run:
             try:
-                return decode(replace(self.method, options=options), batch, mode, new_tokens, int(seed or 0))
+                return decode(replace(self.method, options=options), *asked)
             finally:
                 streamer.end()  # of a call that failed, too
 
-        running, shown, asked = self.worker.submit(written), "", (f"{prompt}{self.writer.gap}", None)
+        running, shown, before = self.worker.submit(written), "", (f"{prompt}{self.writer.gap}", None)
         for piece in streamer:
             shown += piece
-            yield [asked, (shown, None)], "Writing ..."
+            yield [before, (shown, None)], "Writing ..."
         run = running.result()
         flags = drafted_flags(run.accepted[0] if run.accepted else [0] * run.new_tokens, run.new_tokens)
-        parts = spans(self.tokenizer, run.ids[0], flags)
-        text = [asked, *((piece, _DRAFTED if is_drafted else _OWN) for piece, is_drafted in parts)]
+        parts = spans(self.writer.tokenizer, run.ids[0], flags)
+        text = [before, *((piece, _DRAFTED if is_drafted else _OWN) for piece, is_drafted in parts)]
         words = f"{run.new_tokens / run.forwards:.2f} tokens per call of the backbone: {run.new_tokens} tokens, "
-        words += f"{run.forwards} calls, {run.seconds:.1f} s; "
-        yield text, f"{words}plain decoding ..."
-        plain = self.worker.submit(decode, self.plain, batch, mode, new_tokens, int(seed or 0)).result()
-        yield text, f"{words}plain decoding: {plain.new_tokens} tokens, {plain.seconds:.1f} s (once, on this machine)"
+        words += f"{run.forwards} calls, {run.seconds:.1f} s; plain decoding"
+        yield text, f"{words} ..."
+        plain = self.worker.submit(decode, self.plain, *asked).result()
+        yield text, f"{words}: {plain.new_tokens} tokens, {plain.seconds:.1f} s (once, on this machine)"
 
 
 class Guard:
-    """Refuses requests under another name than the machine's, with files, or larger than a prompt can be.
+    """Refuses requests with files, larger than a prompt can be, or under another name than `names` (None: any may be).
 
     A page of somebody else's site that is open in a visitor's browser would else reach this one under that site's name
     (DNS rebinding); it has no way to do that under an address.
-
-    Args:
-        app: The application, as ASGI has it.
-        names: Names that it answers to, and all addresses; None: all names.
     """
 
     def __init__(self, app: Callable[..., Any], names: Collection[str] | None = None) -> None:
@@ -117,18 +110,12 @@ class Guard:
         """Return the status of a refusal and its reason, which is empty where there is none."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if self.names is not None and name not in self.names and not _is_address(name):
-            return 421, "This page answers to the names of its machine alone."
         if headers.get(b"content-type", b"").strip().lower().startswith(b"multipart/"):
             return 403, "This page takes no files."
-        return 200, ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        return bool(ip_address(name))
-    except ValueError:
-        return False
+        with suppress(ValueError):
+            _ = self.names is None or name in self.names or ip_address(name)  # a ValueError where it is no address
+            return 200, ""
+        return 421, "This page answers to the names of its machine alone."
 
 
 def _launch(launch: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -141,15 +128,12 @@ def _launch(launch: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def build(model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> Any:
-    """Return the page of a model (None: the one in the box) and a method of `tokenahead bench`, a `gradio.Blocks`.
+    """Return the page of a model and a drafter, a `gradio.Blocks` whose `launch` puts a `Guard` before it.
 
-    `dtype` is that of the weights; `"auto"`: the checkpoint's, float32 of the model in the box. Its `launch` puts a
-    `Guard` before it.
+    For the arguments, and what is raised, see `named_model`.
 
     Raises:
         MissingExtraError: There is no Gradio.
-        OSError: No such directory, or what the Hub cannot give.
-        ValueError: A drafter that does not fit.
     """
     with needs_extra("web", "tokenahead demo --web"):
         gr = import_module("gradio")
@@ -161,23 +145,18 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
         except (ValueError, OSError, RuntimeError) as error:
             yield [], str(error)
 
-    with gr.Blocks(title="tokenahead", analytics_enabled=False, delete_cache=(_DAY, _DAY)) as page:
-        gr.Textbox(author.name, label="tokenahead", interactive=False)
-        with gr.Row():
-            with gr.Column(scale=2, min_width=300):
-                fields = [
-                    gr.Textbox(author.example, label="Prompt", lines=6),
-                    gr.Slider(16, 512, 128, step=16, label="New tokens"),
-                    gr.Slider(0, 1.5, author.temperature, step=0.1, label="Temperature (0: greedy)"),
-                    gr.Number(0, label="Seed", precision=0, minimum=0),
-                    gr.Checkbox(label="Draft trees", visible=author.draws_trees),
-                ]
-                button = gr.Button("Write", variant="primary")
-            with gr.Column(scale=4, min_width=300):
-                text = gr.HighlightedText(label="Text", color_map={_DRAFTED: "green", _OWN: "orange"}, show_legend=True)
-                words = gr.Textbox(label="Calls", interactive=False)
-        button.click(write, fields, [text, words], api_name="write", concurrency_limit=1, show_progress_on=words)
-    page.launch = partial(_launch, page.launch)
+    colours = {_DRAFTED: "green", _OWN: "orange"}
+    asked = [
+        gr.Textbox(author.example, label="Prompt", lines=6),
+        gr.Slider(16, 512, 128, step=16, label="New tokens"),
+        gr.Slider(0, 1.5, author.temperature, step=0.1, label="Temperature (0: greedy)"),
+        gr.Number(0, label="Seed", precision=0, minimum=0),
+        gr.Checkbox(label="Draft trees", visible=author.draws_trees),
+    ]
+    shown = gr.HighlightedText(label=author.name, color_map=colours, show_legend=True), gr.Textbox(label="Calls")
+    options = {"analytics_enabled": False, "delete_cache": (_DAY, _DAY), "concurrency_limit": 1}
+    page = gr.Interface(write, asked, [*shown], submit_btn="Write", flagging_mode="never", api_name="write", **options)
+    page.title, page.launch = "tokenahead", partial(_launch, page.launch)
     return page
 
 
@@ -185,17 +164,14 @@ def serve(model: str | None, drafter: str | None, dtype: str, address: str) -> i
     """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port.
 
     Raises:
-        ValueError: No address, or one that cannot be had; before a model is loaded.
+        ValueError: No address, or one that cannot be had.
     """
     host, _, port = address.rpartition(":")
     if port and not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
         raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860, with a port below 65536")
-    host, number = host or "127.0.0.1", int(port or 0)
+    host, number = host.strip("[]") or "127.0.0.1", int(port or 0)
     try:  # before a model is loaded
-        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(place)
+        socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--web {address}: {getattr(error, 'strerror', None) or error}") from error
     page = build(model, drafter, dtype)

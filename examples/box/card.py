@@ -20,8 +20,8 @@ MANIFEST = "manifest.json"
 """Name of the list of packages that the text comes from."""
 _ABOUT = f"""The small byte-level model that comes with tokenahead: it learned Python source, with heads that draft 16
 bytes ahead. It shows what multi-token prediction does and is no assistant: it writes code that looks right and is not.
-The folder itself holds the backbone with its FF heads; the circuits lie beside it, one file each:
-`tokenahead.training.box.load_box("btree")` loads the model with another head, `tokenahead demo` measures all of them on
+The folder itself holds the backbone with its FF heads; other heads lie beside it, one file each:
+`tokenahead.training.box.load_box("hmm")` loads the model with another head, `tokenahead demo` measures all of them on
 the held-out text in `{EXCERPTS}`. All figures are in `{RESULTS}`, the log of the training in `{LOG}`."""
 _BEGIN, _END = "<!-- figures of the box: python examples/box/release.py writes them -->", "<!-- end of the figures -->"
 _BLOCK = re.compile(r"<!-- figures of the box: .*? -->\n(.*?)" + re.escape(_END), re.S)

@@ -73,7 +73,8 @@ class GrammarConstraint(AutomatonProcessor):
             from llguidance import LLMatcher
         except ImportError:
             raise ImportError(
-                "GrammarConstraint needs the package 'llguidance': pip install 'tokenahead[constraints]'"
+                "GrammarConstraint needs 'llguidance', of tokenahead[constraints]: in a checkout, "
+                "pip install '.[constraints]'"
             ) from None
         if json_schema is not None:
             schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)

@@ -1,17 +1,19 @@
 """State of logits processors that their calls move on: grammar matchers, counters, penalties that remember.
 
 Such a processor must be called once for every token, in order. Which ones do is seen by what is reachable from them:
-attributes, lists, tensors, closures, and names of the module that their functions read. What a call leaves as it was is
-no state. Objects of compiled extensions cannot be looked into; matchers among them are known by their methods.
+attributes, containers, tensors, closures, and names of the module that their functions read. What a call leaves as it
+was is no state. Generators, and matchers of compiled extensions, cannot be put back: they are known to move.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.generation import logits_process as library
 
 _STATEFUL = (library.DiaEOSDelayPatternLogitsProcessor, library.WhisperNoSpeechDetection)
@@ -29,13 +31,12 @@ _SMALL = 2**14
 """Elements that are compared; of larger tensors the version is, and of other containers the length."""
 _COPIED = 2**22
 """Elements of a tensor that are copied, to be put back."""
-_CONTAINERS = dict, list, deque, bytearray, set
-_PLAIN = str | bytes | int | float | complex | bool | None
-_OPAQUE = nn.Module, PreTrainedTokenizerBase, PreTrainedConfig, ModuleType, logging.Logger, type
+_PLAIN = str, bytes, int, float, complex, type(None)
+_OPAQUE = nn.Module, nn.Parameter, PreTrainedTokenizerBase, PreTrainedConfig, ModuleType, logging.Logger, type
 """What no call is expected to change but for caches."""
+_GENERATORS = random.Random, np.random.Generator, torch.Generator
 _ADVANCING = ("accept_token", "accept_tokens", "consume_token", "consume_tokens", "try_consume_tokens", "commit_token")
 """Methods of grammar matchers of compiled extensions (xgrammar, llguidance)."""
-_MISSING = object()
 
 
 def is_stateless(processor: object) -> bool:
@@ -48,9 +49,8 @@ def is_stateless(processor: object) -> bool:
 class _Held:
     """What an object holds, as it was, and how to put it back."""
 
-    def __init__(self, owner: object, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self.owner, self.read, self.write = owner, read, write
-        self.value = read()
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self.read, self.write, self.value = read, write, read()
 
     def is_same(self) -> bool:
         """Return whether the object holds what it held."""
@@ -60,9 +60,7 @@ class _Held:
 def _is_same(before: object, now: object) -> bool:
     if before is now:
         return True
-    if isinstance(before, tuple) and isinstance(now, tuple):
-        if len(before) != len(now):
-            return False
+    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         return all(map(operator.is_, before, now)) or all(map(_is_same, before, now))
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before.shape == now.shape and bool(torch.equal(before, now))
@@ -74,20 +72,19 @@ class StateWatch:
 
     Attributes:
         name: The class of the processor whose state moved last, or is known to move.
-        has_matcher: Whether any holds an object that is known to move, and cannot be looked into.
+        has_matcher: Whether any holds an object that is known to move, and cannot be put back.
     """
 
     def __init__(self, processors: Iterable[object]) -> None:
         self.processors, self.name, self.has_matcher = list(processors), "", False
-        self.held: list[tuple[str, list[_Held]]] = []
+        self.held: list[tuple[str, _Held]] = []
 
     def note(self) -> None:
         """Remember the state before a call."""
         if not self.held or self.moved() is not None:
             self.held, self.has_matcher = [], False
             for processor in self.processors:
-                name = getattr(processor, "__name__", type(processor).__name__)
-                self.held.append((name, list(self._walk(processor, name))))
+                self._walk(processor, getattr(processor, "__name__", type(processor).__name__))
 
     def has_moved(self) -> bool:
         """Return whether the state is another one than `note` remembered, or holds a matcher now."""
@@ -101,144 +98,99 @@ class StateWatch:
 
     def restore(self) -> None:
         """Put back what `note` remembered."""
-        for _, every in self.held:
-            for held in every:
-                if not held.is_same():
-                    held.write(held.value)
+        for _, held in self.held:
+            if not held.is_same():
+                held.write(held.value)
 
     def moved(self) -> str | None:
         """Return the class of a processor whose state is not the one that `note` remembered; None: there is none."""
-        return next((name for name, every in self.held if not all(held.is_same() for held in every)), None)
+        return next((name for name, held in self.held if not held.is_same()), None)
 
-    def _walk(self, root: object, name: str) -> Iterator[_Held]:
-        """Yield what can change, of the objects that are reachable from a processor."""
-        seen, queue = set[int](), deque([root, *_classes(root)])
+    def _walk(self, root: object, name: str) -> None:
+        """Remember what can change, of the objects that are reachable from a processor."""
+        seen, queue = set[int](), deque([root])
+
+        def remember(held: _Held) -> None:
+            self.held.append((name, held))
+            queue.extend(held.value if isinstance(held.value, tuple) else ())
+
+        for kind in () if isinstance(root, FunctionType) else type(root).__mro__:
+            if kind.__module__ not in (library.__name__, "builtins"):
+                remember(_held_fields(kind))
         while queue and len(seen) < _MOST:
             found = queue.popleft()
-            if id(found) in seen or isinstance(found, _PLAIN):
+            if id(found) in seen or isinstance(found, (*_OPAQUE, *_PLAIN)):
                 continue
             seen.add(id(found))
-            if any(hasattr(type(found), method) for method in _ADVANCING) or _is_iterator(found):
+            is_iterator = hasattr(type(found), "__next__") and not hasattr(found, "__dict__")
+            if is_iterator or isinstance(found, _GENERATORS) or any(hasattr(type(found), each) for each in _ADVANCING):
                 self.has_matcher, self.name = True, name
-            for held in _parts(found, root):
-                yield held
-                queue.extend(held.value if isinstance(held.value, tuple) else ())
-            queue.extend(_links(found))
+            if isinstance(found, partial | MethodType | tuple | frozenset):
+                queue.extend(gc.get_referents(found))
+                continue
+            if isinstance(found, FunctionType):
+                queue.extend((*(found.__closure__ or ()), found.__defaults__, found.__kwdefaults__))
+            queue.append(getattr(found, "__dict__", None))
+            remember(_held(found))
 
 
-def _classes(root: object) -> list[type]:
-    """Return the user's classes that a processor is of: their methods may read names, and they have attributes."""
-    own = [kind for kind in type(root).__mro__ if kind.__module__ not in (library.__name__, "builtins")]
-    return [kind for kind in own if kind is not LogitsProcessor and not isinstance(root, FunctionType)]
-
-
-def _is_iterator(found: object) -> bool:
-    """Return whether an object is an iterator that cannot be looked into, as generators and counters are."""
-    return hasattr(type(found), "__next__") and not hasattr(found, "__dict__") and not hasattr(found, "read")
-
-
-def _links(found: object) -> Iterable[object]:
-    """Return objects that another one refers to as long as it lives."""
-    if isinstance(found, partial):
-        return found.func, found.args, found.keywords
-    if isinstance(found, MethodType):
-        return found.__self__, found.__func__
+def _held(found: Any) -> _Held:
+    """Return what an object holds itself, its `__dict__` apart."""
+    if isinstance(found, Tensor):
+        return _held_tensor(found)
+    if isinstance(found, np.ndarray):
+        values = found.copy()
+        return _Held(found.tobytes, lambda _: np.copyto(found, values))
+    if isinstance(found, dict | list | deque | bytearray | set):
+        if len(found) > _SMALL:
+            return _Held(lambda: len(found), lambda _: None)
+        if isinstance(found, dict):
+            return _Held(lambda: _items(found), lambda held: (found.clear(), found.update(_as_dict(held))))
+        put = found.update if isinstance(found, set) else found.extend
+        return _Held(lambda: tuple(found), lambda held: (found.clear(), put(held)))
     if isinstance(found, FunctionType):
-        return *(found.__closure__ or ()), found.__defaults__, found.__kwdefaults__
-    return found if isinstance(found, tuple | frozenset) else ()
+        shown, names = found.__globals__, [name for name in found.__code__.co_names if name in found.__globals__]
+        return _Held(lambda: _items({n: shown.get(n) for n in names}), lambda held: shown.update(_as_dict(held)))
+    return _held_fields(found)
 
 
-def _parts(found: Any, root: object) -> Iterator[_Held]:
-    """Yield what an object holds itself."""
-    if isinstance(found, type) and found in type(root).__mro__:
-        attributes = [name for name in vars(found) if not name.startswith("__") or name == "__call__"]
-        yield _fields(found, attributes)
-    elif isinstance(found, Tensor):
-        yield from _tensor(found)
-    elif isinstance(found, np.ndarray):
-        yield _Held(found, lambda: found.tobytes(), lambda held: _write_array(found, held))
-    elif isinstance(found, np.random.Generator):
-        state = found.bit_generator.state
-        yield _Held(
-            found,
-            lambda: repr(found.bit_generator.state),
-            lambda _: setattr(found.bit_generator, "state", state),
-        )
-    elif isinstance(found, torch.Generator):
-        yield _Held(found, found.get_state, found.set_state)
-    elif isinstance(found, random.Random):
-        yield _Held(found, found.getstate, found.setstate)
-    elif isinstance(found, CellType):
-        yield _fields(found, ["cell_contents"])
-    elif isinstance(found, _CONTAINERS) and len(found) > _SMALL:
-        yield _Held(found, lambda: len(found), lambda _: None)
-    elif isinstance(found, dict):
-        yield _Held(found, lambda: (*found, *found.values()), lambda held: _write_dict(found, held))
-    elif isinstance(found, list | deque | bytearray):
-        yield _Held(found, lambda: tuple(found), lambda held: _write_items(found, held))
-    elif isinstance(found, set):
-        yield _Held(found, lambda: tuple(found), lambda held: (found.clear(), found.update(held)))
-    elif isinstance(found, FunctionType):
-        names = [name for name in found.__code__.co_names if name in found.__globals__]
-        shown = found.__globals__
-        yield _Held(shown, lambda: tuple(shown.get(n) for n in names), lambda held: shown.update(zip(names, held)))
-    elif not isinstance(found, _OPAQUE):
-        if hasattr(found, "__dict__"):
-            yield from _parts(vars(found), root)
-        slots = [name for kind in type(found).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-        if slots:
-            yield _fields(found, slots)
+def _held_fields(owner: object) -> _Held:
+    """Return the attributes of a class itself, what lies in an object's `__slots__`, or the contents of a cell."""
+    slots = (vars(kind).get("__slots__", ()) for kind in type(owner).__mro__)
+    names = {name for each in slots for name in ([each] if isinstance(each, str) else each)} - {"__weakref__"}
 
-
-def _names(slots: str | Iterable[str]) -> list[str]:
-    return [name for name in ([slots] if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
-
-
-def _fields(owner: object, names: list[str]) -> _Held:
-    """Return the attributes of an object; of a class, its own."""
-
-    def read() -> tuple[object, ...]:
+    def read() -> dict[str, Any]:
         if isinstance(owner, type):
-            return tuple(vars(owner).get(name, _MISSING) for name in names)
-        return tuple(_of_slot(owner, name) for name in names)
+            return {name: each for name, each in vars(owner).items() if name == "__call__" or not name.startswith("__")}
+        fields = dict[str, Any]()
+        for name in {"cell_contents"} if isinstance(owner, CellType) else names:
+            with suppress(AttributeError, ValueError):  # it is empty
+                fields[name] = getattr(owner, name)
+        return fields
 
-    def write(values: tuple[object, ...]) -> None:
-        for name, value, now in zip(names, values, read()):
-            if value is not now:
-                delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+    def write(held: tuple[Any, ...]) -> None:
+        before, now = _as_dict(held), read()
+        for name in {**before, **now}:
+            if name not in before:
+                delattr(owner, name)
+            elif before[name] is not now.get(name, now):
+                setattr(owner, name, before[name])
 
-    return _Held(owner, read, write)
-
-
-def _of_slot(owner: object, name: str) -> object:
-    try:
-        return getattr(owner, name, _MISSING)
-    except ValueError:  # an empty cell
-        return _MISSING
+    return _Held(lambda: _items(read()), write)
 
 
-def _tensor(found: Tensor) -> Iterator[_Held]:
-    """Yield a tensor's values, or its version where they are many; models' weights are not looked at."""
-    if isinstance(found, nn.Parameter) or found.is_meta:
-        return
-    is_compared = found.device.type == "cpu" and found.numel() <= _SMALL
-    if is_compared or found.is_inference():
-        yield _Held(found, lambda: found.detach().clone(), lambda held: found.detach().copy_(held))
-        return
+def _items(fields: dict[Any, Any]) -> tuple[Any, ...]:
+    return *fields, *fields.values()
+
+
+def _as_dict(items: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return the dict that `_items` was made of."""
+    return dict(zip(items[: len(items) // 2], items[len(items) // 2 :]))
+
+
+def _held_tensor(found: Tensor) -> _Held:
+    """Return a tensor's values, or its version where they are many; models' weights are not looked at."""
+    if (found.device.type == "cpu" and found.numel() <= _SMALL) or found.is_inference():
+        return _Held(lambda: found.detach().clone(), lambda held: found.detach().copy_(held))
     values = found.detach().clone() if found.numel() <= _COPIED else found.detach()
-    yield _Held(found, lambda: found._version, lambda _: found.detach().copy_(values))
-
-
-def _write_array(found: np.ndarray, held: bytes) -> None:
-    found[...] = np.frombuffer(held, found.dtype).reshape(found.shape)
-
-
-def _write_dict(found: dict[object, object], held: tuple[object, ...]) -> None:
-    half = len(held) // 2
-    found.clear()
-    found.update(zip(held[:half], held[half:]))
-
-
-def _write_items(found: Any, held: tuple[object, ...]) -> None:
-    found.clear()
-    found.extend(held)
+    return _Held(lambda: found._version, lambda _: found.detach().copy_(values))

@@ -6,6 +6,7 @@ DFlash: 2602.06036, DSpark: 2607.05147.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration.block import BlockDrafterConfig
+from ...configuration.fields import field
 from ...generation.attach import adopt_fields
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
@@ -32,10 +34,10 @@ from ...generation.tensors.tensor_files import (
 from ...generation.tensors.wrapped_models import has_own_cache, input_embeddings, untyped, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
-from ..common.drafter_configs import check_kind, warn_of_kind
+from ..common.drafter_configs import check_kind, new_config, warn_of_kind
 from ..common.foreign import ForeignLayoutsMixin, Stored, optional_file
-from .conversion import backbone_config
 from .layouts import OVERRIDES, check_overrides, checked_layout, foreign_drafter, written
+from .layouts.known import default_ids
 from .learning import BlockLearner
 from .session import BlockSession
 
@@ -139,7 +141,9 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             options["draft_vocab_size"] = len(draft_ids)
         if options.get("draft_vocab_size") is not None:
             options["own_unembedding"] = True
-        drafter = cls(backbone_config(backbone, sample_from_anchor=sample_from_anchor, **options))
+        options["sample_from_anchor"] = sample_from_anchor
+        own = partial(_fields_of, backbone, layers)
+        drafter = cls(new_config(BlockDrafterConfig, "BlockDrafter", backbone, options, own))
         if draft_ids is not None:
             drafter.set_draft_ids(draft_ids)
         drafter = drafter.attach(backbone)
@@ -280,6 +284,18 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(copies, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(directory / CONFIG_NAME, fields | {"dtype": str(self.dtype).removeprefix("torch.")})
+
+
+def _fields_of(backbone: PreTrainedModel, layers: int, text: PreTrainedConfig) -> Fields:
+    """Return what a new drafter takes from a backbone: z-lab's states, distinct ones before the final norm where there
+    are few layers, and the last row of the embeddings, which no text has where the table is padded."""
+    total, rows = text.num_hidden_layers, len(input_embeddings(backbone).weight)
+    return {
+        "target_hidden_size": text.hidden_size,
+        "num_target_layers": total,
+        "feature_layers": sorted({min(max(index + 1, 1), max(total - 1, 0)) for index in default_ids(total, layers)}),
+        "mask_token_id": min(rows, field(text, "vocab_size", default=rows)) - 1,
+    }
 
 
 def _mask_embedding(name: str | PathLike, hub: Fields) -> Fields | None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from inspect import get_annotations
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from ...configuration.fields import field
+from ...configuration.fields import check_options, field
 from ...configuration.foreign_fields import ROPE, agreed
 from ...generation.tensors.tensor_files import Fields
 
 logger = logging.get_logger(__name__)
+Config = TypeVar("Config", bound=PreTrainedConfig)
+_FROM_BACKBONE = ("target_hidden_size", "num_target_layers", "base_model_name_or_path", "base_model_type")
 _ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 
 
@@ -43,6 +47,30 @@ def layer_fields(text: PreTrainedConfig, options: Fields) -> Fields:
     }
 
 
+def new_config(
+    kind: type[Config],
+    owner: str,
+    backbone: PreTrainedModel,
+    options: Fields,
+    own: Callable[[PreTrainedConfig], Fields] = lambda text: {},
+) -> Config:
+    """Return the configuration of a new drafter: the backbone's sizes and rope, unless `options` has others.
+
+    Args:
+        kind: Its class, below that of the layers, whose fields may be options, too.
+        owner: The drafter's class, for the message of an unknown option.
+        backbone: A causal language model.
+        options: Of `from_backbone`.
+        own: From the config of the backbone's text model to further fields of `kind`.
+    """
+    unknown = [name for name in options if name not in get_annotations(kind.__bases__[0])]
+    check_options(unknown, kind, f"{owner}.from_backbone", _FROM_BACKBONE)
+    check_kind(backbone)
+    text = backbone.config.get_text_config()
+    named = {"base_model_name_or_path": backbone.config.name_or_path or None, "base_model_type": text.model_type}
+    return kind(**(layer_fields(text, options) | named | own(text) | options))
+
+
 def check_kind(backbone: PreTrainedModel) -> None:
     """Refuse a backbone without one hidden state per layer (Gemma 3n), attention and computed positions."""
     text, name = backbone.config.get_text_config(), type(backbone).__name__
@@ -68,9 +96,6 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
     """Return the rope of all layers, wherever it stands; theta is the nested one before the flat one.
 
     `usual` is the theta of a layout that need not say it; for others any default would be wrong somewhere.
-
-    Raises:
-        ValueError: No theta, or two kinds of rope.
     """
     places = {place: _of_all_layers(raw.get(place) or {}) for place in ("rope_parameters", "rope_scaling")}
     thetas = [rope.get("rope_theta") for rope in places.values()] + [raw.get("rope_theta"), usual]
@@ -97,6 +122,15 @@ def _of_all_layers(rope: Fields) -> Fields:
     return next((each for each in nested if isinstance(each, dict)), rope)
 
 
+def check_columns(owner: object, columns: int, layers: Sequence[int | None], width: int, option: str) -> None:
+    """Refuse an `fc` whose columns are not those of the states of these layers, which `option` names."""
+    if columns != len(layers) * width:
+        states = f"{len(layers)} states of {width} ({option}={list(layers)})"
+        raise ValueError(
+            f"{owner}: fc.weight has {columns} columns, but {states} have {len(layers) * width}; pass {option}="
+        )
+
+
 def architectures(raw: Fields) -> list[str]:
     """Return the names in `architectures` of a config.json, whatever else it holds there."""
     named = raw.get("architectures")
@@ -111,6 +145,40 @@ def verifier_fields(verifier: Fields) -> Fields:
     kind, _ = min(kinds, key=lambda pair: not pair[1].lower().startswith(pair[0]), default=(None, None))
     named = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
     return {key: value for key, value in named.items() if value is not None}
+
+
+def speculators_fields(config: Any, kind: str, name: str, layers: Fields, tokens: int) -> Fields:
+    """Return the fields that speculators' config.json has of every drafter.
+
+    Args:
+        config: The drafter's, with `TrainedFor`.
+        kind: `speculators_model_type`.
+        name: Of its class.
+        layers: The config of the layers.
+        tokens: That a proposal has.
+    """
+    verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    width = config.target_hidden_size
+    return ({} if width == config.hidden_size else {"target_hidden_size": width}) | {
+        "architectures": [name],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layers,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": verifiers},
+        },
+    }
 
 
 def _class_of(kind: str | None) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -151,7 +151,7 @@ class RemoteCodeTokenizerMixin:
         return code_obstacle(self)
 
     @classmethod
-    @partial(reads_whole, keys=("tokenizer_config.json",))
+    @reads_whole
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike, *args: Any, **kwargs: Any) -> Any:
         """Load as every tokenizer of transformers does."""
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from inspect import get_annotations
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
-from ...configuration.fields import check_options, refuse
 from ...configuration.foreign_fields import agreed, names, refuse_unread, settled
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
 from ..common.drafter_configs import (
     architectures,
-    check_kind,
-    layer_fields,
+    check_columns,
+    new_config,
     rope_of,
     verifier_fields,
     warn_of_kind,
@@ -32,7 +30,6 @@ from ..common.drafter_configs import (
 from .layouts import AUX_IDS, FLAGS, LAYER_FIELDS, MASK_TOKENS, NESTED, EagleLayout, layout_of
 
 logger = logging.get_logger(__name__)
-_FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
 _DEFAULT_LAYERS = 7
 """With fewer layers, the default choice of hidden states would repeat one."""
 _OFFICIAL_THETA = 10_000.0
@@ -58,17 +55,9 @@ def default_aux_layers(num_layers: int) -> list[int]:
 
 def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
     """Return the configuration of a new head: the backbone's sizes and rope, unless `options` has others."""
-    own = [name for name in options if name not in get_annotations(LlamaConfig)]
-    check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
-    check_kind(backbone)
-    text = backbone.config.get_text_config()
-    defaults = layer_fields(text, options) | {
-        "base_model_name_or_path": backbone.config.name_or_path or None,
-        "base_model_type": text.model_type,
-    }
-    if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
-        defaults["aux_layers"] = _small_aux_layers(text.num_hidden_layers)
-    return EagleHeadConfig(**(defaults | options))
+    reads_several = options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True)
+    own = lambda text: {"aux_layers": _small_aux_layers(text.num_hidden_layers)} if reads_several else {}  # noqa: E731
+    return new_config(EagleHeadConfig, "EagleHead", backbone, options, own)
 
 
 def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
@@ -170,7 +159,9 @@ def foreign_head(
     if version == 3 and values.get("use_aux_hidden_state", True):
         if values.get("aux_layers") is None:
             values["aux_layers"] = _aux_layers(name, raw)
-        _check_fc(name, values, shapes)
+        width = values.get("target_hidden_size") or values["hidden_size"]
+        named = values["aux_layers"] or [None] * 3  # the official code's
+        check_columns(name, shapes.get("fc.weight", (0, 0))[1], named, width, "aux_layers")
     elif values.get("aux_layers") is not None:
         raise ValueError(f"{name}: aux_layers={values['aux_layers']}: this head reads the last hidden state only")
     saved_as = "vllm" if "mask_hidden" in shapes else layout.saved_as
@@ -189,21 +180,16 @@ def _mask_token(name: object, raw: Fields, is_parallel: bool, given: int | None)
     token = token if given is None else given
     says = raw.get("parallel_drafting")
     is_named = any(kind.lower().startswith("peagle") for kind in architectures(raw))
-    refuse(
-        [
-            (
-                is_parallel and token is None,
-                f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}: SpecForge does "
-                "not save this option of a run; pass mask_token_id=",
-            ),
-            (is_parallel and says is False, f"{name}: parallel_drafting={says}, but mask_hidden is present"),
-            (
-                not is_parallel and (token is not None or says or is_named),
-                f"{name}: mask_token_id={token}, parallel_drafting={says}, architectures={architectures(raw)}: rows "
-                "that run at once need mask_hidden, which its tensors lack",
-            ),
-        ]
-    )
+    if is_parallel and token is None:
+        raise ValueError(
+            f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}: SpecForge does not "
+            "save this option of a run; pass mask_token_id="
+        )
+    if (says is False) if is_parallel else (token is not None or says or is_named):
+        raise ValueError(
+            f"{name}: mask_token_id={token}, parallel_drafting={says}, architectures={architectures(raw)}: rows run at "
+            f"once where there is mask_hidden, which its tensors {'have' if is_parallel else 'lack'}"
+        )
     return token
 
 
@@ -242,11 +228,8 @@ def _refuse_windows(name: object, layers: Fields, count: int) -> None:
 def _rope(name: object, layers: Fields, layout: EagleLayout) -> Fields:
     """Return the rope of the layers: official heads learned with 10,000, which their configs do not say."""
     rope = rope_of(name, layers, None if layout.states_theta else _OFFICIAL_THETA)
-    kind = rope["rope_type"]
-    if kind != "default" and not layout.scales_rope:
-        raise ValueError(
-            f"{name}: rope_type={kind!r}: the code that trained this head ({layout.table.layout}) drops it"
-        )
+    if (kind := rope["rope_type"]) != "default" and not layout.scales_rope:
+        raise ValueError(f"{name}: rope_type={kind!r}: the code that trained it ({layout.table.layout}) drops it")
     return rope
 
 
@@ -276,20 +259,24 @@ def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], ver
     return {key: size for key, size in shown.items() if size}
 
 
+SHOWN_BY = {
+    "qk_norm": "layers.0.self_attn.q_norm.weight",
+    "attention_bias": "layers.0.self_attn.q_proj.bias",
+    "mlp_bias": "layers.0.mlp.gate_proj.bias",
+    "fc_bias": "fc.bias",
+    "norm_before_fc": "input_norm.weight",
+    "fc_norm": "fc_norm.0.weight",
+}
+"""By option, the tensor that is there where it is true."""
+
+
 def _read_off(name: object, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
-    values = {
-        "num_hidden_layers": count_of(name, layers, "layer"),
-        "own_embeddings": "embed_tokens.weight" in shapes,
-        "attention_bias": "layers.0.self_attn.q_proj.bias" in shapes,
-        "mlp_bias": "layers.0.mlp.gate_proj.bias" in shapes,
-        "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
-        "fc_bias": "fc.bias" in shapes,
-    }
-    if version == 3:
-        values |= {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes}
-    return values
+    options = [*SHOWN_BY][: None if version == 3 else -2]
+    values = {option: SHOWN_BY[option] in shapes for option in options}
+    own = "embed_tokens.weight" in shapes
+    return {"num_hidden_layers": count_of(name, layers, "layer"), "own_embeddings": own} | values
 
 
 def _aux_layers(name: object, raw: Fields) -> list[int] | None:
@@ -304,15 +291,3 @@ def _aux_layers(name: object, raw: Fields) -> list[int] | None:
         "target_layer_ids": outputs,
     }
     return agreed(name, raw, AUX_IDS, *meanings, meanings=meanings)
-
-
-def _check_fc(name: object, values: Fields, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse an `fc` whose columns are not those of the named states."""
-    columns = shapes["fc.weight"][1] if "fc.weight" in shapes else 0
-    width = values.get("target_hidden_size") or values["hidden_size"]
-    named = 3 if values["aux_layers"] is None else len(values["aux_layers"])
-    if columns != named * width:
-        states = f"{named} states of {width} (aux_layers={values['aux_layers']})"
-        raise ValueError(
-            f"{name}: fc.weight has {columns} columns, but {states} have {named * width}; pass aux_layers="
-        )

@@ -8,13 +8,13 @@ from typing import cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import refuse
 from ...generation.tensors.tensor_files import Fields, write_json
 from ...generation.tensors.wrapped_models import input_embeddings
+from ..common.drafter_configs import speculators_fields
 from .layouts import AUX_IDS
 from .modules import EagleNetwork
 
@@ -77,27 +77,9 @@ def _rope_fields(config: EagleHeadConfig) -> Fields:
 def _speculators_config(config: EagleHeadConfig, layer: Fields) -> Fields:
     layer = {key: value for key, value in layer.items() if key not in ("loss_options", "torch_dtype")}
     layer |= {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
-    verifiers = [kind for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == config.base_model_type]
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    values = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": config.draft_vocab_size,
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": verifiers},
-        },
-    }
+    values = speculators_fields(config, "eagle3", "Eagle3DraftModel", layer, 5) | {"embed_requires_grad": False}
     if config.aux_layers is not None:
         values[AUX_IDS] = config.aux_layers
-    if config.target_hidden_size != config.hidden_size:
-        values["target_hidden_size"] = config.target_hidden_size
     loss = config.loss_options.changed()
     return values | ({"loss_options": loss} if loss else {})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ...configuration.fields import refuse
 from ...configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, names
 from ...generation.tensors.tensor_files import Fields
 from ..common.drafter_configs import architectures, rope_of
@@ -94,48 +93,31 @@ _DEEPSPEC = EagleLayout(
     names("Qwen3Eagle3Model"), _named("deepspec", COPIED_FROM_TARGET, _OF_ROPE), "tokenahead", states_theta=True
 )
 _DEEPSPEC_SCALED = replace(_DEEPSPEC, table=_named("deepspec", COPIED_FROM_TARGET - _OF_ROPE))
+_OFFICIAL = "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM MixtralForCausalLM"
+_OF_VLLM = (
+    "EagleLlamaForCausalLM LlamaForCausalLMEagle Eagle3LlamaForCausalLM PeagleLlamaForCausalLM "
+    "Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM"
+)
+_NEMO = names("LlamaEagle3DraftModel")
 LAYOUTS = (
-    EagleLayout(
-        names("LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM MixtralForCausalLM"),
-        _PLAIN,
-        "official",
-    ),
+    EagleLayout(names(_OFFICIAL), _PLAIN, "official"),
     EagleLayout(names("LlamaForCausalLMEagle3"), _named("specforge"), "specforge"),
     EagleLayout(names("PEagleDraftModel"), _named("specforge (P-EAGLE)"), "vllm", states_theta=True, scales_rope=False),
-    EagleLayout(
-        names(
-            "EagleLlamaForCausalLM LlamaForCausalLMEagle Eagle3LlamaForCausalLM PeagleLlamaForCausalLM "
-            "Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM"
-        ),
-        _named("vllm"),
-        "official",
-    ),
+    EagleLayout(names(_OF_VLLM), _named("vllm"), "official"),
     _DEEPSPEC,
-    EagleLayout(
-        names("LlamaEagle3DraftModel"),
-        _named("nemo", _OF_TARGETS),
-        "vllm",
-        states_theta=True,
-        counts_layers=False,
-    ),
+    EagleLayout(_NEMO, _named("nemo", _OF_TARGETS), "vllm", states_theta=True, counts_layers=False),
     SPECULATORS,
 )
 
 
 def layout_of(name: object, raw: Fields) -> EagleLayout:
-    """Return the layout of the config.json of a head; one that names no architecture has the official one.
-
-    Raises:
-        ValueError: An architecture with no code here.
-    """
-    named, is_speculators = architectures(raw), "speculators_model_type" in raw
+    """Return the layout of the config.json of a head; one that names no architecture has the official one."""
+    named = architectures(raw)
     found = [next((each for each in LAYOUTS if kind in each.names), None) for kind in named]
-    refuse(
-        (layout is None, f"{name}: architectures={named}: {kind} is no EAGLE head that is known here")
-        for kind, layout in zip(named, found)
-    )
-    if is_speculators:
+    if None in found:
+        raise ValueError(f"{name}: architectures={named}: {named[found.index(None)]} is no EAGLE head known here")
+    if "speculators_model_type" in raw:
         return SPECULATORS
-    layout = next((layout for layout in found if layout), LAYOUTS[0])
+    layout = next((each for each in found if each), LAYOUTS[0])
     is_scaled = layout is _DEEPSPEC and rope_of(name, raw, 1.0)["rope_type"] != "default"
     return _DEEPSPEC_SCALED if is_scaled else layout

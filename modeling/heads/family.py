@@ -43,7 +43,7 @@ class HeadLayout:
     recognises: Callable[[Path, Fields], bool]
     read: Callable[[Path], Directory]
     refusal: Callable[[MTPHeadConfig], str | None]
-    write: Callable[[MTPHeadConfig, Tensors, PreTrainedModel], Directory]
+    write: Callable[[MTPHeadConfig, Tensors, PreTrainedModel], Directory] = lambda config, tensors, backbone: ({}, {})
     tensors_file: str = "model.safetensors"
     fields_file: str = "config.json"
     fields: FieldTable | None = None

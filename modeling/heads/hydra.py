@@ -283,15 +283,9 @@ def _stored_layer_config(directory: Path, tensors: Tensors, vocab_size: int) -> 
     return _prefix_config(width, inner, width // head_dim, keys // head_dim, eps=1e-6)
 
 
+_READ = names("hydra_num_heads hydra_num_layers hydra_head_arch grounded_heads hidden_state_offset")
 _FIELDS = FieldTable(
-    "hydra",
-    {
-        "": names(
-            "hydra_num_heads hydra_num_layers hydra_head_arch grounded_heads hidden_state_offset "
-            "base_model_name_or_path"
-        )
-    },
-    {"": names("dropout_rate hidden_size vocab_size")},
+    "hydra", {"": _READ | {"base_model_name_or_path"}}, {"": names("dropout_rate hidden_size vocab_size")}
 )
 register(
     HeadFamily(

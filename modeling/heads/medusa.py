@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...configuration.fields import refuse
 from ...configuration.foreign_fields import FieldTable, names, settled
 from ...configuration.head_families import MEDUSA
 from ...configuration.heads import MTPHeadConfig
@@ -108,9 +107,8 @@ def _read_vllm(directory: Path) -> Directory:
     if values.get("original_lm_head"):
         tensors.pop("lm_heads.0.weight", None)
     ours = renamed(tensors, _VLLM, directory)
-    settled(
-        directory, "medusa_fc_bias", values.get("medusa_fc_bias"), any(name.endswith("linear.bias") for name in ours)
-    )
+    has_bias = any(name.endswith("linear.bias") for name in ours)
+    settled(directory, "medusa_fc_bias", values.get("medusa_fc_bias"), has_bias)
     for name, tensor in list(ours.items()):
         if name.endswith("linear.weight"):
             ours.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
@@ -143,6 +141,10 @@ def _refusal(config: MTPHeadConfig) -> str | None:
     return None if config.block == "residual" else f"it holds block='residual', not block={config.block!r}"
 
 
+def _is_vllm(directory: Path, fields: Fields) -> bool:
+    return fields.get("model_type") == "medusa"
+
+
 def _is_official(directory: Path, fields: Fields) -> bool:
     if any(directory.glob("medusa_lm_head.*")) or "medusa_num_heads" in fields:
         return True
@@ -170,8 +172,8 @@ def _options(directory: Path, values: Fields, ours: Tensors, of_heads: bool = Fa
         shown |= {"num_heads": heads, "num_hidden_layers": blocks, "truncated_vocab_size": rows}
     for name, value in shown.items():
         settled(directory, name, values.get(name), value)
-    is_odd = version is not None and (str(version) == "2") != (unembedding is None)
-    refuse([(is_odd, f"{directory}: version={version!r}: heads without unembeddings are version '2'")])
+    if version is not None and (str(version) == "2") != (unembedding is None):
+        raise ValueError(f"{directory}: version={version!r}: heads without unembeddings are version '2'")
     tied, ours = untied(ours, heads, blocks)
     options = {
         "head_type": "medusa",
@@ -186,19 +188,11 @@ def _options(directory: Path, values: Fields, ours: Tensors, of_heads: bool = Fa
     return options, ours
 
 
-_OFFICIAL_FIELDS = FieldTable(
-    "medusa",
-    {"": names("medusa_num_heads medusa_num_layers version base_model_name_or_path hidden_size vocab_size")},
-)
+_FIELDS = names("medusa_num_heads medusa_num_layers base_model_name_or_path hidden_size vocab_size")
+_OF_VLLM = names("truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias original_lm_head")
+_OFFICIAL_FIELDS = FieldTable("medusa", {"": _FIELDS | {"version"}})
 _VLLM_FIELDS = FieldTable(
-    "vllm",
-    {
-        "": names(
-            "hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_num_heads "
-            "medusa_num_layers medusa_fc_bias original_lm_head base_model_name_or_path"
-        )
-    },
-    {"": names("max_paths topk max_seq_len num_lookahead_tokens")},
+    "vllm", {"": _FIELDS | _OF_VLLM}, {"": names("max_paths topk max_seq_len num_lookahead_tokens")}
 )
 register(
     HeadFamily(
@@ -208,14 +202,7 @@ register(
         start_from=lambda head, backbone: head.start_from(backbone),
         is_independent=True,
         layouts=[
-            HeadLayout(
-                "vllm",
-                lambda _, raw: raw.get("model_type") == "medusa",
-                _read_vllm,
-                _refusal,
-                _write_vllm,
-                fields=_VLLM_FIELDS,
-            ),
+            HeadLayout("vllm", _is_vllm, _read_vllm, _refusal, _write_vllm, fields=_VLLM_FIELDS),
             HeadLayout(
                 "medusa",
                 _is_official,

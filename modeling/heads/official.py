@@ -288,15 +288,10 @@ def _recorded_config(directory: Path, options: Fields) -> PreTrainedConfig:
         ) from error
 
 
-def _write(config: object, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    raise ValueError("layout='mtpc' is read, and never written")
-
-
 MTPC = HeadLayout(
     "mtpc",
     lambda directory, fields: any(_STEP.fullmatch(file.name) for file in directory.glob("model@*.pt")),
     read_published,
     lambda config: "it is read, and never written",
-    _write,
 )
 """The layout of MtPC's authors, of independent heads and of circuits."""

@@ -10,60 +10,36 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.benchmark_modules import ROOT
-from tests.models import tiny_model
-from tests.mtpc_files import published, settings, write
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.training.regeneration import regenerate
 
 FOLDER = ROOT / "benchmarks"
-GROUPS = "--steps 2 --turn 2 --group 2 --tokens 4"
+BLOCKS = '--dtype float32 --draft-tokens 100 --options {"law":"markov","block_size":4}'
+GROUPS = "--steps 2 --group 2 --tokens 4"
 SCRIPTS = {
     "analyze": "--help",
-    "block": "--model llama --answers answers.npz --laws markov hmm-2 --steps 1 --rows 2 --blocks 2 --texts 1",
     "box_heads": "--help",
     "byte_llama": "--minutes 0.001 --width 16 --layers 1",
-    "cache": "--shapes 20x2",
-    "calls": "--backbone llama --seconds 0.1 --temperatures 0 --texts 2 --batch 2 --new-tokens 8 --prefix 16",
-    "constraints": "--model llama --new-tokens 4 --prompts 1",
     "cycles": "--only n-gram --batch 1",
     "decoding": "--new-tokens 6 --rounds 1",
     "decoding, batches": "--batch 2 --prompt-length 16 --new-tokens 6 --rounds 1 --processors history --drafter ngram",
     "drafters": "llama --seconds 0.1 --rows 4 --only hydra --prompts 1 --new-tokens 6",
     "drafters_table": "",
     "families_table": "--check",
-    "features": "--hidden 64 --layers 1 --vocab 32 --rows 8 --rounds 1 --no-memory",
     "gpu": "--smoke --drafts none --seconds 0",
     "grpo": "--model llama --head eagle1 --prompts prompts.jsonl --drafters none suffix --cpu " + GROUPS,
-    "heads": "--window 4 --rank 2 --counts",
-    "heads, timed": "--window 4 --rank 2",
-    "lexicon": "--table families --seeds 1 --steps 3 --texts 2 --heads ff",
-    "marginal": "llama --depth 2 --rows 2 --branches 2 --every 90 --steps 1 --others 4",
-    "marginal, answers": "llama --answers answers.npz --depth 2 --rows 2 --length 60 --first 52 --branches 2",
-    "cache, loops": "--loop --shapes 20x1",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
-    "mtpc": "published --backbone evabyte --prompts prompts.jsonl --count 1 --sets 2 --new-tokens 6 --dtype float32",
-    "online": "--model llama --head eagle1 --answers answers --steps 2 --batch 1 --tokens 4 --rows 2",
-    "ptp_chain": "--steps 2 --layers 1 --width 16 --prompts 1 --new-tokens 4 --backbone-steps 2",
-    "ptp_chain, tables": "--minutes 0.001 --tables best_of losses --rows one_hot --slots 2 --contexts 16",
-    "ptp_plane": "--minutes 0.001 --grid 4 --figure plane.png",
-    "ptp_text": "--backbone llama --minutes 0 0.001 --slots 2 --texts 4 --prompts 1 --new-tokens 8 --kinds one_hot",
-    "rollout_time": "--model llama --head eagle1 --prompts prompts.jsonl --count 2 --group 2 --tokens 4",
-    "scale": "--gpus 8",
-    "serving": "--help",
-    "serving_images": "--help",
-    "serving_speed": "--help",
-    "serving_table": "",
+    "serving": "--table",
     "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",
+    "smollm2, blocks": "train block --model llama --folder . --answers answers.npz --rows 3 --steps 1 " + BLOCKS,
     "smollm2, measured": "measure --model llama --folder . --questions prompts.jsonl --per-category 1 --dtype float32",
-    "star_graph": "--arms 2 --length 3 --names 6 --layers 1 --width 32 --batch 4 --tests 4 --steps 1 --seeds 0",
-    "strategies": "llama --seconds 0.1 --only nll --seed 0 --rows 4 --prompts 1 --new-tokens 4",
     "training": "--shape tiny --length 8 --steps 1 --rounds 1",
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }
 """Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
-PARTS = {"analysis", "corpus", "markov", "measuring", "planned", "smollm2_kinds", "studies"}
-PARTS |= {"gpu_evabyte", "training_peer", "training_tables"}
-PARTS |= {f"serving_{part}" for part in ("cases", "engine", "forks", "models", "server")}
+PARTS = {"analysis", "corpus", "measuring", "other_loops", "planned", "smollm2_kinds", "studies"}
+PARTS |= {"gpu_evabyte", "training_tables"}
+PARTS |= {f"serving_{part}" for part in ("cases", "engine", "models")}
 """Modules that scripts import."""
 
 
@@ -84,11 +60,6 @@ def work(tmp_path_factory):
     rows = [{"question_id": number, "category": "writing", "turns": ["def main(arguments):"]} for number in range(3)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ids = tokenizer("q<|im_start|>assistant\nHello there, you.<|im_end|>")["input_ids"]
-    evabyte = tiny_model(num_hidden_layers=3)
-    for part in (evabyte, tokenizer):
-        part.save_pretrained(folder / "evabyte")
-    for kind in ("ff", "hmm"):
-        write(folder / "published" / kind, published(kind, vocab=320), settings(kind, vocab=320))
     written = regenerate(model, [ids] * 6, folder / "answers", max_new_tokens=16).rows
     lengths, prompts = ([len(row["ids"]) for row in written], [row["prompt"] for row in written])
     joined = np.array(sum((row["ids"] for row in written), []), dtype=np.uint16)

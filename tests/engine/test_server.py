@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.engine.vllm_server import Server
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.model_cards.export import export
 
@@ -58,7 +59,6 @@ def exported(kind, tiny, folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_printed_command_serves_what_is_written_here(kind, tiny, interpreter, tmp_path):
     from serving_cases import PROMPTS
-    from serving_server import Server
 
     report, model = exported(kind, tiny, tmp_path / "it's served")
     assert str(tmp_path) in report.command and "BACKBONE" not in shlex.split(report.command)

@@ -39,15 +39,6 @@ def test_texts_are_plain_decodings_and_drafts_are_ours(answered):
     assert not wrong
 
 
-def test_servers_write_what_the_engine_writes(answered, interpreter, tmp_path):
-    """The command `vllm serve`, forked; `test_server.py` starts it as it is printed."""
-    from serving import has_texts, serve
-
-    built = [case for case in answered[0] if case.name in ("llama retrofit k=3", "llama btree (proposer)")]
-    found = serve(interpreter, built, tmp_path, "server")
-    assert len(built) == 2 and all(has_texts(case, found[case.name]) for case in built)
-
-
 def test_the_library_is_imported_beside_vllm(interpreter, benchmarks):
     """Its pin of transformers is older than ours."""
     code = "import tokenahead, transformers; from tokenahead.model_cards.vllm import register; register()"

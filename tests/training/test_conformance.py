@@ -1,7 +1,7 @@
 """The conformance kit: planted faults of decoding loops are found, and right loops raise no alarm."""
 
+import re
 import sys
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -9,12 +9,13 @@ import torch
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from tests.benchmark_modules import other_loops
 from tests.speculative_loops import Loop, Tilted
 from tests.test_cli import run
 from tokenahead.testing import ALARM, DECODERS, chi_square, verify, verify_greedy, verify_sampled
 from tokenahead.training.conformance.decoders import plain, small_model
 from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED
-from tokenahead.training.conformance.sampled import found_error
+from tokenahead.training.conformance.sampled import CoarseTests
 
 PLACES = [(drafts, place) for drafts in range(1, 7) for place in range(drafts)]
 
@@ -34,34 +35,58 @@ def test_a_right_loop():
     found = results(verify(Loop(), samples=400))
     refused = {check for check, result in found.items() if result == REFUSED}
     assert BROKEN not in found.values() and all("stop strings" in each or "allowed" in each for each in refused)
-    assert len(refused) == 4 and len(found) == 24
+    assert len(refused) == 4 and len(found) == 26
 
 
-FAULTS = [
-    (fault, *each) for fault, first in (("accepts", 3), ("residual is p", 2)) for each in PLACES if each[1] < first
-]
-"""Few drafts are rejected at later places: a fault there changes fewer tokens than 1,000 texts show."""
+EXACT = [(fault, *each) for fault in ("accepts", "residual is p") for each in PLACES]
+"""Drafts are the model's own before the place, so that it is reached in every cycle."""
 
 
-@pytest.mark.parametrize(("fault", "drafts", "place"), FAULTS)
+@pytest.mark.parametrize(("fault", "drafts", "place"), EXACT)
 def test_a_fault_at_any_place_of_a_block_is_found(fault, drafts, place):
-    found = drawn(Loop(fault, drafts, place, by=0.6))
+    found = drawn(Loop(fault, drafts, place, by=0.6, exact=True), "sampled, places", samples=100)
     assert found.result == BROKEN and found.p_value < ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [0.2, 0.3, 0.6])
+@pytest.mark.parametrize(("fault", "drafts", "place"), EXACT)
+def test_a_fault_behind_drafts_of_a_copy_is_found(fault, drafts, place, by):
+    """Where the drafts before the place are often rejected."""
+    assert drawn(Loop(fault, drafts, place, by=by), "sampled, places", samples=4000).result == BROKEN
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 @pytest.mark.parametrize("fault", ["bonus of q", "bonus is the likeliest"])
 def test_a_bonus_token_of_another_law_is_found(fault, drafts):
-    assert drawn(Loop(fault, drafts, by=0.2)).result == BROKEN
+    assert drawn(Loop(fault, drafts, by=0.2), "sampled, places", samples=200).result == BROKEN
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 6])
 def test_acceptance_that_is_too_high_is_found(drafts):
-    assert drawn(Loop("acceptance 20 % too high", drafts, by=0.6)).result == BROKEN
+    assert drawn(Loop("acceptance 5 % too high", drafts, by=0.3), "sampled, places").result == BROKEN
 
 
-def test_a_fault_of_late_cycles_is_found():
-    assert drawn(Loop("accepts all late", 2, by=0.6)).result == BROKEN
+@pytest.mark.parametrize(
+    ("fault", "check"), [("accepts all late", "sampled, ragged batch"), ("residual is p late", "sampled")]
+)
+def test_a_fault_of_late_cycles_is_found(fault, check):
+    assert drawn(Loop(fault, 2, by=0.6), check, samples=2000).result == BROKEN
+
+
+@pytest.mark.parametrize("fault", ["float16", "rounded"])
+def test_acceptance_in_float16_is_seen(fault):
+    assert drawn(Loop(fault), "sampled, precision", samples=40).words == "drafts are accepted by numbers of 16 bits"
+
+
+@pytest.mark.slow
+def test_acceptance_in_float16_shows_in_rare_tokens(monkeypatch):
+    """Also of engines whose operations nobody sees: of every 2,000 rare drafts one is kept."""
+    monkeypatch.setattr(
+        CoarseTests, "__torch_dispatch__", lambda self, func, types, args, kwargs: func(*args, **kwargs)
+    )
+    found = drawn(Loop("float16", 3), "sampled, precision", samples=4000)
+    assert found.result == BROKEN and found.p_value < ALARM
 
 
 @pytest.mark.parametrize(
@@ -88,19 +113,22 @@ def test_what_is_asked_for_and_ignored_is_found(fault, check):
     assert drawn(Loop(fault), check).result == BROKEN
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(20))
 def test_right_loops_with_drafts_of_any_length_raise_no_alarm(seed):
-    decode = Loop(drafts=1 + seed % 6, by=0.2 + 0.1 * (seed % 4))
-    check = ["sampled", "sampled, ragged batch", "sampled, eos", "sampled, constraint"][seed % 4]
-    assert drawn(decode, check, samples=500, seed=seed).result == KEPT
+    decode = Loop(drafts=1 + seed % 6, by=0.15 + 0.1 * (seed % 5), place=seed % 3, exact=seed % 2 == 0)
+    checks = ["sampled", "sampled, ragged batch", "sampled, eos", "sampled, constraint", "sampled, precision"]
+    samples = 60 if seed % 3 else 500
+    for check in ("sampled, places", checks[seed % 5]):
+        assert drawn(decode, check, samples=samples, seed=seed).result == KEPT
 
 
-def test_nine_of_ten_errors_of_the_size_that_is_stated_are_found():
-    """The error that 1,000 texts of 10 tokens find, and none of a third of it in a thousand."""
-    error = found_error(10_000)
-    found = [drawn(Tilted(error), seed=seed).result for seed in range(20)]
-    assert found.count(BROKEN) >= 15  # 18 in the mean; 14 or fewer come once in 90
-    assert drawn(Tilted(0.0)).result == KEPT and f"{error:.1%}" in drawn(plain).words
+def test_nineteen_of_twenty_errors_of_the_size_that_is_stated_are_found():
+    """The error that 500 texts of 9 tokens find, and none of a right loop."""
+    words = drawn(plain, samples=500).words
+    error = float(re.search(r"from ([\d.]+)% on", words)[1]) / 100
+    found = [drawn(Tilted(error), samples=500, seed=seed).result for seed in range(10)]
+    assert found.count(BROKEN) >= 8  # 9.5 in the mean; 7 or fewer come once in 90
+    assert drawn(Tilted(0.0)).result == KEPT
 
 
 @pytest.mark.parametrize(("error", "result"), [(KeyError, BROKEN), (RuntimeError, BROKEN), (ImportError, BROKEN)])
@@ -117,14 +145,14 @@ BROKEN_THERE = {"transformers: prompt lookup": ["stop strings"]}
 """What other loops break (docs/upstream.md)."""
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if "vLLM" not in name])
+@pytest.mark.parametrize("name", DECODERS)
 def test_right_loops_raise_no_alarm(name):
     """What loops of others do not support is refused; ours keep everything."""
     is_foreign = ":" in name
-    found = results(verify(DECODERS[name], samples=120 if is_foreign else 500))
+    found = results(verify(DECODERS[name], samples=120 if is_foreign else 200))
     assert [check for check, result in found.items() if result == BROKEN] == BROKEN_THERE.get(name, [])
     assert is_foreign or set(found.values()) == {KEPT}
-    assert found["greedy"] == KEPT or "dflash" in name and find_spec("dflash") is None
+    assert found["greedy"] == KEPT
 
 
 class StandIn:
@@ -156,15 +184,15 @@ def test_vllms_engine(monkeypatch):
 
     A check that ends the engine leaves the next ones a new one.
     """
-    assert all("pip install vllm" in each.words for each in verify(DECODERS["vLLM: ngram"], samples=4))
+    assert all("pip install vllm" in each.words for each in verify(other_loops.vllm, samples=4))
     stand_in = ModuleType("vllm")
     stand_in.LLM, stand_in.SamplingParams = StandIn, dict
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
-    found = results(verify(DECODERS["vLLM: ngram"], samples=40))
+    found = results(verify(other_loops.vllm, samples=12))
     refused = [check for check, result in found.items() if result == REFUSED]
     odd = ["processors", "user's processor", "allowed tokens"]
     odd = [each for check in odd for each in (check, f"{check}, ragged batch")]
-    others = ["other warpers", "user's processor", "constraint", "processors"]
+    others = ["other warpers", "user's processor", "constraint", "precision", "processors"]
     assert (
         sorted(refused) == sorted([*odd, *(f"sampled, {each}" for each in others)]) and found["sampled, top_p"] == KEPT
     )

@@ -408,3 +408,9 @@ def test_an_answer_of_another_form_is_named(text):
 def test_an_endpoint_that_cannot_be_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}="):
         Endpoint(**{"url": "http://127.0.0.1:1/v1", name: value})
+
+
+def test_an_option_that_is_no_field_of_a_request_is_no_fault_of_the_server():
+    with serving() as (server, url), pytest.raises(EndpointError, match="row 0: .*object"):
+        list(endpoint(url, pause=60).completions({0: [3]}, 2, 0, {"stop": object()}))
+    assert not server.asked

@@ -152,7 +152,7 @@ def test_a_visitor_who_leaves_disturbs_nobody(own):
 
 
 def answer(url, path="", **request):
-    return httpx.request(request.pop("method", "GET"), url.rstrip("/") + path, **request).status_code
+    return httpx.request(request.pop("method", "GET"), url.rstrip("/") + path, timeout=60, **request).status_code
 
 
 def check_guard(url):
@@ -192,13 +192,14 @@ def test_visitors_get_their_own_texts(llama, monkeypatch):
     try:
         check_guard(url)
         assert url.startswith("http://127.0.0.1:") and not share
-        clients = [Client(url, verbose=False, analytics_enabled=False) for _ in range(2)]
+        patient = dict(httpx_kwargs={"timeout": 60}, verbose=False, analytics_enabled=False)  # pandas comes first
+        clients = [Client(url, **patient) for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:
             jobs = [
                 pool.submit(client.predict, prompt, 16, 0.0, 0, False, api_name="/write")
                 for client, prompt in zip(clients, ("first <i>", "second"))
             ]
-            first, second = (job.result(60) for job in jobs)
+            first, second = (job.result(120) for job in jobs)
         texts = ["".join(piece["token"] for piece in found[0]) for found in (first, second)]
         assert "first <i>" in texts[0] and "second" not in texts[0] and "second" in texts[1]
         assert "16 tokens" in first[1] and "per call" in first[1]

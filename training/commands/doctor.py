@@ -13,13 +13,13 @@ from transformers.utils import logging
 from ...generation.attach import MTPGenerationMixin
 from ..demo_subjects import requests
 from ..doctor import Diagnosis, diagnose_source
-from ..doctor.report import FAULT, NOTE, OK, SKIPPED
+from ..doctor.report import FAULT, NOTE, OK
 from ..evaluation.prompts import PromptEncoder, groups_of, read_prompts
 from ..loading import load_model
 from ..requests import DoctorRequest
 from ..utils import escaped
 
-_STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", SKIPPED: "dim"}
+_STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red"}
 
 
 def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagnosis:

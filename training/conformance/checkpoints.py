@@ -1,20 +1,15 @@
-"""Decoding with what is read from small folders: block drafters, by this library and by z-lab, and `use_mtp`."""
+"""What is read from small folders: block drafters, and a model with the modules of `use_mtp`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from ...generation.tensors.wrapped_models import untyped
 from ...modeling import BlockDrafter, DeepSeekMTP
 
 
@@ -54,37 +49,3 @@ def block_folder(model: PreTrainedModel) -> Path:
     drafter.export(folder, layout="z-lab")
     drafter.detach()
     return folder
-
-
-def zlab(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
-    """Decode with a DFlash drafter in z-lab's own loop.
-
-    Raises:
-        NotImplementedError: The package is missing, or the loop lacks what is asked for.
-    """
-    try:
-        dflash = import_module("dflash.model")
-    except ImportError as error:
-        raise NotImplementedError("z-lab's package is missing: pip install --no-deps dflash") from error
-    takes_only(input_ids, options)
-    drafter = dflash.DFlashDraftModel.from_pretrained(block_folder(model), dtype=model.dtype).eval()
-    ends = options.get("eos_token_id")
-    return dflash.dflash_generate(
-        drafter, untyped(model), input_ids, options["max_new_tokens"], [ends] if isinstance(ends, int) else ends,
-        options.get("temperature", 1.0) if options["do_sample"] else 0.0, top_k=options.get("top_k", 0),
-    )  # fmt: skip
-
-
-def takes_only(input_ids: Tensor, options: Mapping[str, Any]) -> None:
-    """Refuse what a loop of one sequence without processors and criteria lacks.
-
-    Raises:
-        NotImplementedError: Says what that is.
-    """
-    known = {
-        "attention_mask", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"
-    }  # fmt: skip
-    if odd := [name for name in options if name not in known]:
-        raise NotImplementedError(f"it takes no {odd[0]}")
-    if len(input_ids) > 1 or not bool(options["attention_mask"].all()):
-        raise NotImplementedError("it takes one prompt, without padding")

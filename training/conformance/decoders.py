@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,7 @@ from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.wrapped_models import untyped
 from ...modeling import BlockDrafter, EagleHead, MTPHeads
-from .checkpoints import block_folder, model_with_modules, zlab
-from .engine import vllm
+from .checkpoints import block_folder, model_with_modules
 
 
 class Decoder(Protocol):
@@ -135,8 +134,6 @@ DECODERS: dict[str, Decoder] = {
     "transformers: assistant": assisted,
     "transformers: prompt lookup": prompt_lookup,
     "transformers: use_mtp": OnModels(own_modules, model_with_modules),
-    "z-lab: dflash": zlab,
-    "vLLM: ngram": OnModels(vllm, partial(small_model, width=64)),  # heads of 32, its smallest
     "ngram": drafted_by(lambda model: NgramDrafter(num_tokens=6)),
     "suffix": drafted_by(lambda model: SuffixDrafter(num_tokens=6)),
     "recycling": drafted_by(lambda model: RecyclingDrafter()),

@@ -6,7 +6,9 @@ compared with the probabilities of every token of theirs (`sampled`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -18,7 +20,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from ..utils import one_line
 from .decoders import DECODERS, Decoder, MakesModel, plain, small_model
 from .letters import letters
-from .sampled import ALARM, LAST, VOCABULARY, Follows, Law, found_error, plain_probabilities, verdict_of
+from .sampled import ALARM, LAST, VOCABULARY, CoarseTests, Damping, Follows, Law, plain_probabilities, verdict_of
 
 KEPT, BROKEN, REFUSED = "kept", "BROKEN", "refused"
 """Results of a check; a refused one raised an error."""
@@ -30,6 +32,10 @@ _PROMPTS = torch.tensor(
     [[1, 2, 1, 1, 2, 1, LAST], [0, 0, 0, 0, 1, 1, LAST], [2, 1, 1, 2, 1, 1, LAST], [0, 1, 2, 1, 1, 1, LAST]]
 )
 """Of sampled texts, padded on the left; two of the tokens are in none of them, so that penalties find them new."""
+PLACES = "sampled, places"
+_SHARES = {"sampled": 1.0, PLACES: 4.0, "sampled, precision": 1.0, "sampled, processors": 1.0}
+"""Texts of a check, as a share of those that are asked for; a quarter of other checks, whose faults are larger."""
+_BATCH = 1000
 _FEWER = 16
 """Texts that are drawn one by one are fewer by this factor."""
 
@@ -77,17 +83,17 @@ def verify(decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: i
 
     Args:
         decode: See `Decoder`.
-        samples: Texts that are drawn for `"sampled"`, and half of them for other checks; four times as many where the
-            first are suspect, a sixteenth of them where batches are refused.
+        samples: Texts that are drawn for `"sampled"`, four times as many for `"sampled, places"`, and mostly a quarter
+            for other checks; more where they are suspect, a sixteenth of them where batches are refused.
         seed: Of the samples.
-        longest_draft: Of the function, in tokens; sampled texts are longer by four, so that a whole draft is kept, and
+        longest_draft: Of the function, in tokens; sampled texts are longer by three, so that a whole draft is kept, and
             others follow it.
 
     Example:
         >>> from tokenahead.testing import verify
         >>> all(found.result == "kept" for found in verify(my_decoding_function))
     """
-    greedy, checks, _ = _small_models(getattr(decode, "small_model", small_model))
+    greedy, checks, *_ = _small_models(getattr(decode, "small_model", small_model))
     return [*_compared(decode, greedy, checks), *verify_sampled(decode, samples, seed, longest_draft)]
 
 
@@ -117,12 +123,13 @@ def verify_sampled(
     decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: int = 6, checks: Sequence[str] | None = None
 ) -> list[Verified]:
     """Return what a decoding function keeps of sampled texts; arguments as for `verify`, and the names of checks."""
-    model, found = _small_models(getattr(decode, "small_model", small_model))[2], []
+    _, _, model, steady = _small_models(getattr(decode, "small_model", small_model))
+    found = []
     for check, calls in sampled_checks().items():
         if checks is None or check in checks:
             torch.manual_seed(seed)
-            count = samples if check == "sampled" else samples // 2
-            found.append(_checked(check, partial(_deviating, decode, model, calls, count, longest_draft + 4)))
+            source, count = steady if check == PLACES else model, int(samples * _SHARES.get(check, 0.25))
+            found.append(_checked(check, partial(_deviating, decode, source, calls, count, longest_draft + 3)))
     return found
 
 
@@ -132,10 +139,27 @@ def _compared(decode: Decoder, model: PreTrainedModel, checks: Mapping[str, list
 
 
 @cache
-def _small_models(make_model: MakesModel) -> tuple[PreTrainedModel, dict[str, list[_Call]], PreTrainedModel]:
-    """Return the model of greedy checks, their calls, and the model of sampled ones; made once."""
-    greedy = make_model(1, 8)
-    return greedy, _greedy_checks(greedy, None, plain), make_model(14, VOCABULARY)
+def _small_models(
+    make_model: MakesModel,
+) -> tuple[PreTrainedModel, dict[str, list[_Call]], PreTrainedModel, PreTrainedModel]:
+    """Return the model of greedy checks, their calls, and the two models of sampled ones; made once."""
+    greedy, sampled = make_model(1, 8), make_model(14, VOCABULARY)
+    return greedy, _greedy_checks(greedy, None, plain), sampled, _steady(sampled)
+
+
+@torch.no_grad()
+def _steady(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy whose probabilities hardly depend on the text.
+
+    Those of a drafter that resembles it do not either: what a fault at a place of the block adds to a token's
+    probability then has one sign in all texts, and adds up.
+    """
+    copied, draws = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    embeddings, unembedding = copied.get_input_embeddings().weight, copied.get_output_embeddings().weight
+    common = torch.randn(embeddings.shape[1], generator=draws).sign().to(embeddings)
+    embeddings.mul_(20 / embeddings.std()).add_(100 * common)
+    unembedding.mul_(0.3)
+    return copied
 
 
 def _greedy_checks(
@@ -196,12 +220,14 @@ def sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
         "sampled, processors": [{"repetition_penalty": 1.5}, {"min_new_tokens": 6, "eos_token_id": 3}],
         "sampled, user's processor": [{"logits_processor": [Favouring()]}],
         "sampled, constraint": [{"logits_processor": [Follows()]}],
+        "sampled, precision": [{"logits_processor": [Damping()]}],
     }
     calls: dict[str, list[tuple[Tensor, _Options]]] = {
         check: [(one, options | own) for own in each] for check, each in asked.items()
     }
     return calls | {
-        "sampled, ragged batch": [(_PROMPTS, options)],
+        PLACES: [(_PROMPTS[:1, -2:], options | {"temperature": each}) for each in (2.5, 5.0)],
+        "sampled, ragged batch": [(_PROMPTS, options | {"max_new_tokens": 24})],  # of many cycles
         "sampled, eos": [(_PROMPTS, options | {"eos_token_id": end}) for end in (3, [0, 3])],
     }
 
@@ -213,17 +239,20 @@ def _deviating(
 
     def draw(law: Law, count: int) -> None:
         for prompts, own in calls:
-            options = {**own, "max_new_tokens": length}
+            options = {"max_new_tokens": length, **own}
             rows = prompts.repeat(-(-count // len(calls) // len(prompts)), 1)  # [B, L]
             try:
-                _add_texts(law, decode, model, rows, options)
+                for part in rows.split(_BATCH):
+                    _add_texts(law, decode, model, part, options)
             except (ValueError, NotImplementedError):
                 for row in rows[: -(-len(rows) // _FEWER)]:
                     _add_texts(law, decode, model, row[None, int((row == 0).sum()) :], options)
 
     law = verdict_of(draw, VOCABULARY, samples)
-    p_value, found = law.p_value(), found_error(law.num_tokens)
-    words = f"p = {p_value:.1g}, of {law.num_texts} texts: errors from {found:.1%} on are found"
+    p_value, (anywhere, at_place) = law.p_value(), law.found_errors()
+    words = (
+        f"p = {p_value:.1g}, {law.num_texts} texts: finds errors from {anywhere:.1%} on, of one place {at_place:.1%}"
+    )
     return KEPT if p_value >= ALARM else BROKEN, words, p_value
 
 
@@ -231,9 +260,12 @@ def _add_texts(law: Law, decode: Decoder, model: PreTrainedModel, ids: Tensor, o
     """Add the texts of a call.
 
     Raises:
-        _Fault: They are longer or shorter than was asked, or go on behind their end.
+        _Fault: They are longer or shorter than was asked, or go on behind their end, or tests have 16 bits.
     """
-    found, width, length = _decoded(decode, model, ids, options), ids.shape[1], options["max_new_tokens"]
+    with CoarseTests() if "logits_processor" in options else nullcontext() as tests:
+        found, width, length = _decoded(decode, model, ids, options), ids.shape[1], options["max_new_tokens"]
+    if tests is not None and tests.found:
+        raise _Fault("drafts are accepted by numbers of 16 bits")
     ends = torch.tensor(options.get("eos_token_id", [])).flatten().long()  # [E]
     is_end = torch.isin(found[:, width:], ends)  # [B, T]
     counted = is_end.cumsum(1) - is_end.long() == 0  # up to the end, itself included

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as attribute
-from math import gcd, inf, log2
+from math import gcd, log2
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
 from ...configuration.fields import field
 from ...generation.attach import MTPGenerationMixin
@@ -23,54 +23,43 @@ from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields, read_tensors, tensor_names, weight_files
 from ...generation.tensors.wrapped_models import fingerprint, same_backbone, untyped
 from ...modeling import EagleHead
+from ...modeling.common.draft_vocabulary import DraftVocabulary
+from ...modeling.common.foreign import optional_file
 from ...modeling.common.learning import DraftModel
 from ...modeling.common.stored_drafters import drafter_class, read_drafter
-from ...modeling.eagle.conversion import own_name
+from ...modeling.eagle.conversion import SHOWN_BY, own_name
 from ...modeling.heads.losses import IGNORE
 from ..evaluation.decoding import GREEDY, Method, Run, acceptance_by_position, decode
 from ..evaluation.drafts import Batch, has_probs, usual_drafts
 from ..evaluation.methods import drafting_method, named_method
 from ..evaluation.prompts import Prompt, PromptEncoder, groups_of
 from ..utils import one_line
-from .trials import Drafted, Trial, along, answered, is_better, is_easier, reach, remembered, trials_of
+from .trials import Drafted, Trial, along, answered, brings_back, is_easier, is_surer, reach, remembered, trials_of
 
-OK, NOTE, FAULT, SKIPPED = "ok", "note", "fault", "-"
-"""States of a check; a skipped one had nothing to look at."""
+OK, NOTE, FAULT = "ok", "note", "fault"
+"""States of a check."""
 Source = str | PathLike[str]
-_SHOWN_BY = {
-    "qk_norm": ("norms", "layers.0.self_attn.q_norm.weight"),
-    "norm_before_fc": ("norms", "input_norm.weight"),
-    "fc_norm": ("norms", "fc_norm.0.weight"),
-    "attention_bias": ("biases", "layers.0.self_attn.q_proj.bias"),
-    "fc_bias": ("biases", "fc.bias"),
-}
-"""By field of an EAGLE head's config: its check, and the tensor that is there where it is true."""
-_SMALLEST = 16
-"""Rows and columns of a matrix that is told from noise."""
+_SMALLEST, _ROWS = 16, 512
+"""Rows and columns of a matrix that is told from noise: the least, and the most that are looked at."""
 _DEVIATION, _DEVIATES = 0.02, 4.0
 """Usual standard deviation of new weights, and standard errors by which theirs may differ from it."""
-_ROWS, _ROUNDS = 2048, 40
-"""Of a matrix whose largest singular value is sought: most rows and columns, and rounds."""
 _BITS = 16
 """Binary digits that are 0 by chance once in 65,536 vocabularies."""
 COVERED = 0.85
 """Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
 LITTLE = 0.08
 """Share of first drafts below which nothing is gained, and something must be wrong."""
-_ERRORS = 2.0
-"""Standard errors that a share of tokens may be off."""
 _LOOPING = 0.5
 """Texts that repeat themselves more are left out where forms of prompts are compared."""
 _CLOSE, _ENDS = 0.03, 3
 """Shares of accepted drafts that differ by less are one, for near-ties round differently in blocks; and so many
 verifications, for those at the end of a text are cut short."""
-_SURE, _MUCH, _SURER = 3.0, 0.1, 0.15
-"""Standard errors by which another convention is better, the share of calls that it saves where no cause is clear, and
-how much surer than right first drafts may be that were mended."""
-_THEIRS = _ERRORS, 0.02
-"""Standard errors and share of calls where it is what the backbone's config says."""
-_READ_OFF = 0.9
-"""Share of first drafts that are right where the answer is read off."""
+_SURE, _LIKELY = 3.0, 2.0
+"""Standard errors by which a convention is better; and where the backbone's config says it, or beside other ones."""
+_LEAST, _LEAST_OF_THEIRS = 0.15, 0.05
+"""Shares of the lost calls that a cause brings back; the second where the backbone's config says it."""
+_READ_OFF, _SURER = 0.9, 0.15
+"""Share of first drafts that are right where the answer is read off, and how much surer than right mended ones are."""
 _BATCH = 8
 """Prompts that are answered at once."""
 
@@ -191,18 +180,19 @@ def diagnose(
     method = drafting_method("drafter", model, None if drafter is model else drafter, **options)
     texts, runs = _answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
     accepted = _accepted(runs)
-    findings = [*_of_files(source), of_backbone(drafter, model)]
-    findings += of_tokenizers(stored_tokenizer(source), tokenizer, model)
-    findings += [*_of_layers(drafter), untrained(drafter, model), _of_vocabulary(drafter, texts)]
+    findings = [*_of_files(source), of_backbone(drafter, model), *of_tokenizers(source, tokenizer, model)]
+    findings.append(untrained(drafter, model))
+    if (part := getattr(drafter, "draft_vocabulary", None)) is not None:
+        findings.append(_of_vocabulary(part, texts))
     if not has_probs(drafter):
-        findings.append(Finding("conventions", SKIPPED, f"a {type(drafter).__name__} has no distributions to compare"))
+        findings.append(Finding("conventions", NOTE, f"a {type(drafter).__name__} has no distributions to compare"))
         return Diagnosis(_settled(findings), accepted)
     length = len(accepted.decoded) or usual_drafts(drafter)
     with remembered(model):
         base = along(drafter, texts, length)
         accepted = replace(accepted, expected=base.calls.by_position, fresh=reach(drafter, texts, length))
-        findings += [_of_decoding(accepted, options), _of_dtype(drafter, texts, base, source)]
-        findings += _of_trials(drafter, texts, base)
+        findings += [] if options else [_of_decoding(accepted)]
+        findings += [_of_dtype(drafter, texts, base, source), *_of_trials(drafter, texts, base)]
     if tokenizer.chat_template is not None and (chats or not isinstance(drafter, MTPGenerationMixin)):
         texts, runs = _answers(method, PromptEncoder(tokenizer, not chats), prompts, new_tokens)
         if sum(run.repeated_share for run in runs) <= _LOOPING * len(runs):
@@ -244,10 +234,11 @@ def _of_files(source: Source | None) -> Iterator[Finding]:
     if kind is EagleHead:
         raw = PreTrainedConfig.get_config_dict(source)[0]
         raw = raw | (raw.get("eagle_config") or {}) | (raw.get("transformer_layer_config") or {})
-        for name, (check, tensor) in _SHOWN_BY.items():
+        for name, tensor in SHOWN_BY.items():
             if name in raw and bool(raw[name]) != (tensor in names):
                 have = "have" if tensor in names else "lack"
-                yield Finding(check, FAULT, f"the config says {name}={raw[name]}, and the tensors {have} {tensor}")
+                words = f"the config says {name}={raw[name]}, and the tensors {have} {tensor}"
+                yield Finding("norms" if "norm" in name else "biases", FAULT, words)
     if "d2t" in names:
         tensors = read_tensors(weight_files(source, pickles=True)).items()
         offsets = next(each for name, each in tensors if own_name(name) == "d2t")
@@ -275,7 +266,7 @@ def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
     recorded, actual = field(config, "backbone_fingerprint"), fingerprint(backbone)
     if recorded is None or actual is None:
         why = "the drafter records none" if recorded is None else "these weights cannot be read"
-        return Finding("fingerprint", SKIPPED, f"{why}; made for {field(config, 'base_model_name_or_path')}")
+        return Finding("fingerprint", NOTE, f"{why}; made for {field(config, 'base_model_name_or_path')}")
     if not same_backbone(recorded, actual):
         return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
     if "/" in recorded and "/" in actual:
@@ -284,45 +275,26 @@ def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
     return Finding("fingerprint", NOTE, f"unembedding and last norm are those that the drafter learned on; {why}")
 
 
-def stored_tokenizer(source: Source | None) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in a drafter's directory or repository; None where there is none."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
-        if source is None or not cached_file(source, "tokenizer_config.json", **quiet):
-            return None
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None
-
-
 def of_tokenizers(
-    own: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase, backbone: PreTrainedModel
+    source: Source | None, tokenizer: PreTrainedTokenizerBase, backbone: PreTrainedModel
 ) -> Iterator[Finding]:
     """Yield whether the backbone and the drafter know the tokenizer's ids, and whether both have one chat template."""
-    size, none = backbone.config.get_text_config().vocab_size, "the drafter brings none to compare with"
+    size, own = backbone.config.get_text_config().vocab_size, None
     if len(tokenizer) > size:
         yield Finding("tokenizer", FAULT, f"it has {len(tokenizer)} tokens, and the backbone {size}")
-    elif own is None:
-        yield Finding("tokenizer", SKIPPED, none)
-    else:
-        theirs, ours = own.get_vocab(), tokenizer.get_vocab()
-        odd = sorted(token for token in {*theirs, *ours} if ours.get(token) != theirs.get(token))
-        words = f"{len(odd)} tokens have other ids in the drafter's, or none in one of both ({odd[:3]})"
-        yield Finding("tokenizer", FAULT, words) if odd else Finding("tokenizer", OK, "the drafter brings the same ids")
-    if own is None or own.chat_template is None:
-        yield Finding("chat template", SKIPPED, none)
-    elif own.chat_template != tokenizer.chat_template:
-        yield Finding("chat template", FAULT, "the drafter brings another one than the tokenizer of the model has")
-    else:
-        yield Finding("chat template", OK, "the drafter brings the same one")
-
-
-def _of_layers(drafter: Any) -> Iterator[Finding]:
-    """Yield whether the states that an EAGLE-3 head reads are named or guessed."""
-    if isinstance(drafter, EagleHead) and drafter.config.num_aux:
-        named = drafter.config.aux_layers
-        guessed = "the config does not name them: those of the official code are taken"
-        yield Finding("layer ids", OK if named else NOTE, f"the config names {named}" if named else guessed)
+    with suppress(OSError, ValueError):
+        if source is not None and optional_file(source, "tokenizer_config.json", {}):
+            own = AutoTokenizer.from_pretrained(source)
+    if own is None:
+        return
+    theirs, ours = own.get_vocab(), tokenizer.get_vocab()
+    odd = sorted(token for token in {*theirs, *ours} if ours.get(token) != theirs.get(token))
+    words = f"{len(odd)} tokens have other ids in the drafter's, or none in one of both ({odd[:3]})"
+    yield Finding("tokenizer", FAULT, words) if odd else Finding("tokenizer", OK, "the drafter brings the same ids")
+    if own.chat_template is not None:
+        is_other = own.chat_template != tokenizer.chat_template
+        words = "the drafter brings another one than the tokenizer of the model has" if is_other else "the same one"
+        yield Finding("chat template", FAULT if is_other else OK, words)
 
 
 def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
@@ -331,23 +303,16 @@ def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
     Copies of the backbone's tables are left out.
     """
     parts = backbone.get_input_embeddings(), backbone.get_output_embeddings()
-    tables = [table for part in parts if isinstance(table := getattr(part, "weight", None), Tensor)]
+    tables = [each for part in parts if isinstance(each := getattr(part, "weight", None), Tensor) and not each.is_meta]
     named = [pair for part in drafter.parts().values() for pair in part.named_parameters()]
-    learned = [(name, each.detach()) for name, each in named if each.requires_grad and not each.is_meta]
-    matrices = [(name, each) for name, each in learned if each.dim() > 1 and each.is_floating_point()]
-    matrices = [pair for pair in matrices if not any(_are_equal(pair[1], table) for table in tables)]
-    if not matrices:
-        return Finding("untrained tensors", SKIPPED, "it has no matrices")
+    matrices = [(name, each) for name, each in named if each.requires_grad and not each.is_meta and each.dim() > 1]
+    matrices = [(name, each.detach()) for name, each in matrices if each.is_floating_point()]
+    copied = lambda each: any(each.shape == table.shape and each.equal(table.to(each)) for table in tables)  # noqa: E731
+    matrices = [(name, each) for name, each in matrices if not copied(each)]
     deviation = getattr(getattr(drafter, "config", None), "initializer_range", None)
     found = [name for name, each in matrices if is_new(each, deviation or _DEVIATION)]
-    if not found:
-        return Finding("untrained tensors", OK, f"none of {len(matrices)} matrices")
-    names = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
-    return Finding("untrained tensors", FAULT, f"as newly made ({len(found)} of {len(matrices)}): {names}")
-
-
-def _are_equal(matrix: Tensor, table: Tensor) -> bool:
-    return not table.is_meta and matrix.shape == table.shape and matrix.equal(table.to(matrix))
+    words = f"as newly made: {len(found)} of {len(matrices)} matrices {', '.join(found[:3])}"
+    return Finding("untrained tensors", FAULT if found else OK, words)
 
 
 @torch.no_grad()
@@ -355,51 +320,40 @@ def is_new(weight: Tensor, deviation: float = _DEVIATION) -> bool:
     """Return whether a weight [.., m, n] is constant, or independent noise as it is made (`initializer_range`).
 
     The largest singular value of noise is s (sqrt m + sqrt n); a trained matrix may keep that, and so its numbers must
-    also be normal of a usual deviation, or uniform as in `torch.nn.Linear`.
+    also be normal of a usual deviation, or uniform as in `torch.nn.Linear`, within four standard errors.
     """
     matrix = weight.flatten(0, -2).float()  # [m, n]
-    if bool((matrix == matrix.flatten()[0]).all()):
+    if bool((matrix == matrix[0, 0]).all()):
         return True
-    if min(matrix.shape) < _SMALLEST or not bool(matrix.isfinite().all()) or not _is_as_made(matrix, deviation):
+    if min(matrix.shape) < _SMALLEST or not bool(matrix.isfinite().all()):
         return False
-    matrix = matrix[:_ROWS, :_ROWS]  # a part of noise is noise
-    rows, columns = matrix.shape
-    direction = torch.randn(columns, generator=torch.Generator().manual_seed(0)).to(matrix.device)
-    for _ in range(_ROUNDS):
-        direction = torch.nn.functional.normalize(matrix.T @ (matrix @ direction), dim=0)
-    largest, edge = float((matrix @ direction).norm()), float(matrix.std()) * (rows**0.5 + columns**0.5)
-    return largest < edge * (1 + min(rows, columns) ** (-2 / 3))
-
-
-def _is_as_made(matrix: Tensor, deviation: float) -> bool:
-    """Return whether numbers deviate as new ones do, within four standard errors."""
     count, found = matrix.numel(), float(matrix.square().mean().sqrt())
     bound = matrix.shape[1] ** -0.5  # of the uniform numbers of `torch.nn.Linear`
     fills = 1 - 20 / count < float(matrix.abs().max()) / bound < 1 + 2**-8  # bfloat16 rounds up
     usual = [deviation, _DEVIATION, 1.0, *[bound / 3**0.5] * fills]
-    return any(abs(found / each - 1) * (2 * count) ** 0.5 < _DEVIATES for each in usual)
+    if not any(abs(found / each - 1) * (2 * count) ** 0.5 < _DEVIATES for each in usual):
+        return False
+    part = matrix[:_ROWS, :_ROWS]  # a part of noise is noise
+    rows, columns = part.shape
+    edge = float(part.std()) * (rows**0.5 + columns**0.5)
+    return float(torch.linalg.matrix_norm(part, 2)) < edge * (1 + min(rows, columns) ** (-2 / 3))
 
 
-def _of_vocabulary(drafter: Any, texts: Sequence[Batch]) -> Finding:
+def _of_vocabulary(part: DraftVocabulary, texts: Sequence[Batch]) -> Finding:
     """Return whether a draft vocabulary holds the tokens of the texts."""
-    part = getattr(drafter, "draft_vocabulary", None)
-    if part is None:
-        return Finding("vocabulary", SKIPPED, "every token can be drafted")
     new = torch.cat([batch["input_ids"][batch["labels"] != IGNORE] for batch in texts])  # [N]
     share = float(torch.isin(new, part.ids.to(new.device)).double().mean())
     error = (share * (1 - share) / len(new)) ** 0.5
     words = f"{share:.1%} of the texts' tokens are among the {len(part)} that can be drafted"
-    return Finding("vocabulary", FAULT if share + _ERRORS * error < COVERED else OK, words)
+    return Finding("vocabulary", FAULT if share + _LIKELY * error < COVERED else OK, words)
 
 
-def _of_decoding(accepted: Accepted, options: dict[str, Any]) -> Finding:
+def _of_decoding(accepted: Accepted) -> Finding:
     """Return whether calls accept what the drafter's distributions along the same texts say."""
-    if options:
-        return Finding("decoding", SKIPPED, "with further options of generate")
     worst = max((expected - decoded for decoded, expected in zip(accepted.decoded, accepted.expected)), default=0.0)
-    if worst <= _CLOSE + _ENDS / max(accepted.verifications, 1):
-        return Finding("decoding", OK, "calls accept what they can")
-    return Finding("decoding", FAULT, f"calls accept up to {worst:.0%} less than the drafts along the same texts do")
+    is_less = worst > _CLOSE + _ENDS / max(accepted.verifications, 1)
+    words = f"calls accept up to {max(worst, 0.0):.0%} less than the drafts along the same texts do"
+    return Finding("decoding", FAULT if is_less else OK, words)
 
 
 def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Source | None) -> Finding:
@@ -419,27 +373,26 @@ def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Sourc
         untyped(drafter).to(dtype).load_state_dict(held)
     words = f"{name}: {base.calls.tokens_per_call:.2f} tokens per call, in float32 {found.calls.tokens_per_call:.2f}"
     words += f"; {name} cannot hold {', '.join(odd[:3])}" if odd else ""
-    return Finding("dtype", FAULT if odd or is_better(found, base, _SURE) else OK, words)
+    is_better = bool(odd) or _mends(Trial("dtype", name), found, base)
+    return Finding("dtype", FAULT if is_better else OK, words)
 
 
 def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[Finding]:
     """Yield a finding for each kind of convention: that it fits, or that another one fits better than all others.
 
-    The best of wrong answers is no cause: one that others come near is called the nearest.
+    The best of wrong answers is no cause: one that brings back little, or that others come near, is called the nearest.
     """
     tried = list[tuple[Trial, Drafted]]()
     for trial in trials_of(drafter):
         with trial.holds():
             tried.append((trial, along(drafter, texts, len(base.calls.by_position), trial.shift)))
     rated = [each for each in tried if _is_rated(*each)]
-    better = [each for each in rated if is_better(each[1], base, *(_THEIRS if each[0].is_theirs else (_SURE,)))]
-    best = max(better, key=_fit, default=None)
+    best = max((each for each in rated if _mends(*each, base)), key=_fit, default=None)
     others = [found for trial, found in rated if best is not None and trial.cause != best[0].cause]
-    is_cause = best is not None and all(is_better(best[1], found, _ERRORS, -inf) for found in others)
+    is_cause = best is not None and all(is_surer(best[1], found, _LIKELY) for found in others)
     for check in dict.fromkeys(trial.check for trial, _ in tried):
         is_best = best is not None and best[0].check == check
-        of_check = [best] if best is not None and is_best else [each for each in tried if each[0].check == check]
-        trial, found = max(of_check, key=_fit)
+        trial, found = best if best and is_best else max((each for each in tried if each[0].check == check), key=_fit)
         per_call = f"{found.calls.tokens_per_call:.2f} tokens per call, not {base.calls.tokens_per_call:.2f}"
         if is_cause and is_best:
             yield Finding(check, FAULT, f"what fits better than all else: {trial.words}, {per_call}")
@@ -447,7 +400,7 @@ def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[
             state = NOTE if trial.is_theirs or is_best else OK
             note = ", which the backbone's config says" * trial.is_theirs
             yield Finding(check, state, f"nothing else is the cause; nearest: {trial.words}, {per_call}{note}")
-    if best is not None and not is_cause and is_better(best[1], base, _SURE, _MUCH):
+    if best is not None and not is_cause and brings_back(best[1], base) > _LEAST:
         words = f"something else fits better, and what is not clear; nearest: {best[0].words}"
         yield Finding("acceptance", FAULT, words)
 
@@ -458,6 +411,12 @@ def _is_rated(trial: Trial, found: Drafted) -> bool:
     if trial.shows_answer and found.calls.by_position[0] < _READ_OFF:
         return False
     return trial.is_theirs or float(found.surer.sum() / found.calls.tokens.sum()) < _SURER
+
+
+def _mends(trial: Trial, found: Drafted, base: Drafted) -> bool:
+    """Return whether a trial brings back calls that are lost, and not by chance."""
+    errors, least = (_LIKELY, _LEAST_OF_THEIRS) if trial.is_theirs else (_SURE, _LEAST)
+    return is_surer(found, base, errors) and brings_back(found, base) > least
 
 
 def _fit(tried: tuple[Trial, Drafted]) -> float:

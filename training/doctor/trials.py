@@ -32,8 +32,6 @@ from ...modeling.heads.losses import IGNORE
 from ..evaluation.drafts import Batch, drafted_probs
 from ..evaluation.expected import ExpectedCalls
 
-_LEAST = 0.05
-"""Share of the calls that a convention must save to be the better one."""
 _MORE, _ERRORS = 1.25, 3.0
 """Times the calls per token, and their standard errors, which tell one form of prompts from the other."""
 _DEFAULTS = {
@@ -61,6 +59,11 @@ class Drafted:
     calls: ExpectedCalls
     drawn: Tensor
     surer: Tensor
+
+    @property
+    def lost(self) -> float:
+        """Calls beyond those that the tokens take where every draft is right."""
+        return float(self.calls.calls.sum() - self.calls.tokens.sum() / (1 + self.calls.accepted.shape[-1]))
 
     def __add__(self, other: Drafted) -> Drafted:
         joined = (torch.cat(pair) for pair in ((self.drawn, other.drawn), (self.surer, other.surer)))
@@ -134,13 +137,19 @@ def remembered(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def is_better(other: Drafted, base: Drafted, errors: float, least: float = _LEAST) -> bool:
-    """Return whether a convention saves a least share of the calls of the same texts and accepts more, where one of
-    both gains is beyond so many standard errors over the texts."""
-    saved, gain = base.calls.calls - other.calls.calls, other.drawn - base.drawn  # [N], [N]
-    spread = len(gain) ** 0.5 * errors
-    is_sure = any(float(each.sum()) > spread * float(each.std(correction=len(each) > 1)) for each in (saved, gain))
-    return is_sure and float(gain.sum()) > 0 and float(saved.sum()) > least * float(base.calls.calls.sum())
+def is_surer(other: Drafted, base: Drafted, errors: float) -> bool:
+    """Return whether a convention would accept more, and saves calls or accepts drafts beyond so many standard errors
+    over the texts."""
+    gain = other.drawn - base.drawn  # [N]
+    found = base.calls.calls - other.calls.calls, gain
+    bounds = (len(each) ** 0.5 * errors * float(each.std(correction=len(each) > 1)) for each in found)
+    return float(gain.sum()) > 0 and any(float(each.sum()) > bound for each, bound in zip(found, bounds))
+
+
+def brings_back(other: Drafted, base: Drafted) -> float:
+    """Return the share of the lost calls, those beyond the calls of drafts that are always right, that are saved."""
+    lost, saved = base.lost, float(base.calls.calls.sum() - other.calls.calls.sum())
+    return saved / lost if lost > 0 else 0.0
 
 
 def is_easier(other: Drafted, base: Drafted) -> bool:
@@ -344,45 +353,48 @@ def _of_block(drafter: BlockDrafter) -> Iterator[Trial]:
 
 def _fields(drafter: nn.Module) -> Iterator[Trial]:
     """Yield values of the backbone's config, and those of none, for fields that shape a drafter's layers."""
-    text, modules = untyped(drafter).backbone.config.get_text_config(), [*drafter.modules()]
+    text = untyped(drafter).backbone.config.get_text_config()
     theirs = layer_fields(text, {}) | {"hidden_act": field(text, "hidden_act", "hidden_activation")}
-
-    def parts(*names: str) -> list[Any]:
-        return [each for each in modules if all(hasattr(each, name) for name in names)]
-
-    turned, normed, acting = parts("inv_freq", "config"), parts("variance_epsilon"), parts("act_fn")
-    kinds: dict[str, tuple[str, list[Any], Callable[[Any, Any], bool], Callable[[Any, Any], Kwargs]]] = {
-        "rope": (
-            "rope_parameters",
-            turned,
-            lambda each, rope: field(each.config, "rope_parameters") == rope,
-            lambda each, rope: {"forward": _turned(each, rope_parameters=dict(rope))},
-        ),
-        "norms": (
-            "rms_norm_eps",
-            [*normed, untyped(drafter).config],
-            lambda each, eps: isclose(getattr(each, "variance_epsilon", eps), eps, rel_tol=1e-3),
-            lambda _, eps: {"variance_epsilon": eps, "rms_norm_eps": eps},
-        ),
-        "activation": (
-            "hidden_act",
-            acting,
-            lambda each, name: type(each.act_fn) is type(ACT2FN[name]),
-            lambda _, name: {"act_fn": ACT2FN[name]},
-        ),
-    }
-    for check, (name, owners, has, changed) in kinds.items():
+    for name, (check, changed) in _CHANGED.items():
         for value in [theirs[name]] + [_DEFAULTS[name]] * (theirs[name] != _DEFAULTS[name]):
-            if value is not None and not all(has(each, value) for each in owners):
-                values = ((each, changed(each, value)) for each in owners)
+            if value is not None and (values := changed(drafter, value)):
                 yield Trial(check, f"{name}={value}", partial(replaced, *values), is_theirs=value == theirs[name])
     size = theirs["head_dim"]
     if isinstance(drafter, EagleHead) and not drafter.config.qk_norm and size % 2 == 0:
         attention = [untyped(layer).self_attn for layer in drafter.layers]
         if all(each.head_dim != size and each.k_proj.out_features % size == 0 for each in attention):
             values = [(each, {"head_dim": size, "scaling": size**-0.5}) for each in attention]
-            values += [(each, {"forward": _turned(each, head_dim=size)}) for each in turned]
+            values += [(each, {"forward": _turned(each, head_dim=size)}) for each in _parts(drafter, "inv_freq")]
             yield Trial("head_dim", f"head_dim={size}", partial(replaced, *values), is_theirs=True)
+
+
+def _parts(drafter: nn.Module, name: str) -> list[Any]:
+    return [each for each in drafter.modules() if hasattr(each, name)]
+
+
+def _with_rope(drafter: nn.Module, rope: Kwargs) -> list[tuple[object, Kwargs]]:
+    parts = [each for each in _parts(drafter, "inv_freq") if field(each.config, "rope_parameters") != rope]
+    return [(each, {"forward": _turned(each, rope_parameters=dict(rope))}) for each in parts]
+
+
+def _with_epsilon(drafter: nn.Module, epsilon: float) -> list[tuple[object, Kwargs]]:
+    parts = _parts(drafter, "variance_epsilon")
+    parts = [each for each in parts if not isclose(each.variance_epsilon, epsilon, rel_tol=1e-3)]
+    values = [(each, {"variance_epsilon": epsilon}) for each in parts]
+    return values and [*values, (drafter.config, {"rms_norm_eps": epsilon})]
+
+
+def _with_activation(drafter: nn.Module, name: str) -> list[tuple[object, Kwargs]]:
+    parts = [each for each in _parts(drafter, "act_fn") if type(each.act_fn) is not type(ACT2FN[name])]
+    return [(each, {"act_fn": ACT2FN[name]}) for each in parts]
+
+
+_CHANGED: dict[str, tuple[str, Callable[[nn.Module, Any], list[tuple[object, Kwargs]]]]] = {
+    "rope_parameters": ("rope", _with_rope),
+    "rms_norm_eps": ("norms", _with_epsilon),
+    "hidden_act": ("activation", _with_activation),
+}
+"""By field, the check, and what to replace in a drafter for a value; nothing where it has that value."""
 
 
 def _turned(module: Any, **fields: Any) -> Callable[..., Any]:
@@ -399,21 +411,8 @@ def _draft_ids(drafter: Any) -> Iterator[Trial]:
     ids, size, count = drafter.draft_ids, drafter.config.vocab_size, torch.arange(drafter.draft_size)
     tried = {"draft ids one less": ids - 1, "draft ids one more": ids + 1, "d2t as token ids": drafter.offsets}
     tried["d2t as offsets of token ids, which it repeats"] = ids + count.to(ids)
-    if (nearest := _nearest_ids(drafter)) is not None:
-        tried["the ids whose rows of the backbone's unembedding are the nearest"] = nearest
     for words, other in tried.items():
         is_known = bool((other[1:] > other[:-1]).all()) and int(other[0]) >= 0 and int(other[-1]) < size
         if is_known and not other.equal(ids):
             values = {"_buffers": {**drafter._buffers, "d2t": other - count.to(other)}, "_part": None}
             yield Trial("d2t", words, partial(replaced, (drafter, values)))
-
-
-@torch.no_grad()
-def _nearest_ids(drafter: Any) -> Tensor | None:
-    """Return the token id whose row of the backbone's unembedding each row of a drafter's own one is nearest to."""
-    own = getattr(getattr(drafter, "lm_head", None), "weight", None)
-    table = getattr(drafter.backbone.get_output_embeddings(), "weight", None)
-    if own is None or table is None or own.shape[-1] != table.shape[-1]:
-        return None
-    unit, other = (nn.functional.normalize(each.detach().float(), dim=-1) for each in (own, table.to(own.device)))
-    return torch.cat([(part @ other.T).argmax(-1) for part in unit.split(1024)])

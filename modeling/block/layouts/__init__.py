@@ -11,16 +11,13 @@ from transformers.utils import logging
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
-from ....configuration.foreign_fields import refuse_unread
+from ....configuration.foreign_fields import refuse_unread, settled
 from ....configuration.mtp_families import refuse_dspark
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
-from ...common.drafter_configs import architectures
-from .assistant import ASSISTANT
-from .deepspec import DEEPSPEC
-from .record import BlockLayout
-from .speculators import SPECULATORS
-from .zlab import KINDS, ZLAB
+from ...common.drafter_configs import architectures, check_columns
+from .known import ASSISTANT, DEEPSPEC, KINDS, SPECULATORS, ZLAB
+from .record import BlockLayout, refuse_lost
 
 logger = logging.get_logger(__name__)
 LAYOUTS: tuple[BlockLayout, ...] = (SPECULATORS, ZLAB, ASSISTANT, DEEPSPEC)
@@ -31,16 +28,8 @@ OVERRIDES = {
     "block_size": "say how many rows a block has",
 }
 """Fields that `from_pretrained` takes in place of those of a checkpoint, and what one without them does not say."""
-_REFUSED = {
-    "DominoDraftModel": "its rows pass through a GRU",
-    "XPressSpeculator": "its tokens are refined by iterations",
-    "Gemma4DSparkModel": "its layers are Gemma 4's",
-    "DSparkDeepseekV4ForCausalLM": "its layers are DeepSeek-V4's",
-}
 _LIKE_OURS = re.compile(r".*(DFlash|DSpark|Domino|XPress|LiLiCorr).*")
 """Names of architectures that are those of block drafters."""
-_OF_OTHERS = ("qkv_proj", "aux_hidden_norms")
-"""Parts of names of tensors in Laguna's drafters."""
 _PREFIXES = ("model.", "logit_head.")
 _TURNED = re.compile(r".*self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 
@@ -48,22 +37,16 @@ _TURNED = re.compile(r".*self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 def layout_of(raw: Fields) -> BlockLayout | None:
     """Return the layout of a config.json; None where it is no block drafter of another library.
 
-    Raises:
-        ValueError: One whose architecture has no code here.
+    One whose architecture has no code here is refused.
     """
     for name in [*architectures(raw), "XPressSpeculator" if raw.get("speculators_model_type") == "xpress" else ""]:
-        if name in _REFUSED or (_LIKE_OURS.fullmatch(name) and name not in KINDS):
-            reason = _REFUSED.get(name, "its layers or rows may be others")
-            raise ValueError(f"architectures={raw.get('architectures')}: {name} is not supported: {reason}")
+        if _LIKE_OURS.fullmatch(name) and name not in KINDS:
+            raise ValueError(f"architectures={raw.get('architectures')}: there is no code for {name} here")
     return next((layout for layout in LAYOUTS if layout.recognises(raw)), None)
 
 
 def checked_layout(name: object, raw: Fields, ignored: Sequence[str] = ()) -> BlockLayout:
-    """Return the layout of a config.json whose fields are all read, known to change nothing, or ignored.
-
-    Raises:
-        ValueError: No layout that is known; fields that are not read, by their names.
-    """
+    """Return the layout of a config.json whose fields are all read, known to change nothing, or ignored."""
     layout = layout_of(raw)
     refuse_dspark(name, raw)
     if layout is None:
@@ -92,13 +75,8 @@ def foreign_drafter(
         state: Its tensors.
         mask: The embedding of the mask token that lies beside it (`mask_embedding.pt`), and its id.
         **overrides: Of `OVERRIDES`, in place of what the checkpoint says; None: not.
-
-    Raises:
-        ValueError: Fields that contradict each other or the tensors.
     """
     state = own_names(state, layout)
-    if unknown := [key for key in state if any(part in key for part in _OF_OTHERS)]:
-        raise ValueError(f"{name}: tensors such as {unknown[0]} are not supported (Laguna's drafters)")
     given = {key: value for key, value in overrides.items() if value is not None}
     values = layout.read(name, raw, {key: tuple(tensor.shape) for key, tensor in state.items()})
     check_overrides(name, values, given)
@@ -106,12 +84,17 @@ def foreign_drafter(
     refuse(
         (values[key] is None, f"{name}: config.json does not {what}; pass {key}=") for key, what in OVERRIDES.items()
     )
-    _check_fc(name, values, state)
+    if "fc.weight" not in state:
+        raise ValueError(f"{name}: the checkpoint has no fc.weight")
+    width = values.get("target_hidden_size") or values["hidden_size"]
+    check_columns(name, state["fc.weight"].shape[-1], values["feature_layers"], width, "feature_layers")
     if values.pop("is_interleaved", False):
         state = {key: _of_halves(key, tensor, values["head_dim"]) for key, tensor in state.items()}
     if mask is not None:
-        _check_mask(name, values, mask)
-        state["mask_embedding"], values["mask_embedding"] = mask["embedding"].reshape(-1), True
+        number, row = mask.get("mask_token_id"), mask["embedding"].reshape(-1)
+        settled(name, "mask_token_id", values["mask_token_id"], None if number is None else int(number))
+        settled(name, "hidden_size", values["hidden_size"], len(row))
+        state["mask_embedding"], values["mask_embedding"] = row, True
     config = BlockDrafterConfig(layout=layout.name, **values)
     check_offsets(name, state, config.draft_vocab_size or config.vocab_size, config.vocab_size)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
@@ -148,36 +131,8 @@ def _own_name(name: str, layout: BlockLayout) -> str:
     return name.removesuffix(".weight") if name.endswith("codebook.weight") else name
 
 
-def _check_fc(name: object, values: Fields, state: dict[str, Tensor]) -> None:
-    """Refuse an `fc` whose columns are not those of the named states."""
-    layers, width = values["feature_layers"], values.get("target_hidden_size") or values["hidden_size"]
-    if "fc.weight" not in state:
-        raise ValueError(f"{name}: the checkpoint has no fc.weight")
-    if (columns := state["fc.weight"].shape[-1]) != len(layers) * width:
-        raise ValueError(
-            f"{name}: fc.weight has {columns} columns, but {len(layers)} states of {width} (feature_layers={layers}) "
-            f"have {len(layers) * width}; pass feature_layers="
-        )
-
-
-def _check_mask(name: object, values: Fields, mask: Fields) -> None:
-    number, wanted = mask.get("mask_token_id"), values["mask_token_id"]
-    size, width = mask["embedding"].numel(), values["hidden_size"]
-    is_other = number is not None and int(number) != wanted
-    refuse(
-        [
-            (is_other, f"{name}: mask_embedding.pt is of mask_token_id={number}, config.json says {wanted}"),
-            (size != width, f"{name}: mask_embedding.pt holds {size} numbers, not hidden_size={width}"),
-        ]
-    )
-
-
 def layout_named(layout: str) -> BlockLayout:
-    """Return the layout of another library that a drafter can be written in.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """Return the layout of another library that a drafter can be written in."""
     records = {each.name: each for each in LAYOUTS if each is not ASSISTANT}
     if layout not in records:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(sorted(records))}")
@@ -199,12 +154,10 @@ def written(
         state: The drafter's tensors.
         embeddings: [V, d] of the backbone, which some layouts repeat; None: it is not attached.
         unembedding: The same of its unembedding.
-
-    Raises:
-        ValueError: An unknown layout, or one that cannot hold this drafter.
     """
     record = layout_named(layout)
     fields, state = record.write(config), dict(state)
+    refuse_lost(config, record, fields, {key: tuple(tensor.shape) for key, tensor in state.items()})
     parts = {"embed_tokens.weight": embeddings} | ({} if "d2t" in state else {"lm_head.weight": unembedding})
     for key, tensor in parts.items():
         if record.copies == (key in state):

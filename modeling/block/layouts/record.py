@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....configuration.block import BlockDrafterConfig
-from ....configuration.fields import refuse
 from ....configuration.foreign_fields import FieldTable, agreed, names, settled, stated
 from ....generation.tensors.tensor_files import Fields, count_of
 from ...common.drafter_configs import rope_of
@@ -146,36 +145,13 @@ def _selector_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> 
     return {key: each for key, each in found.items() if each} | {"law": "selector", "law_options": options}
 
 
-_USUAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "causal": False}
-
-
-def changed_fields(config: BlockDrafterConfig) -> Fields:
-    """Return the fields that z-lab's layout alone has, where they are not as in the others."""
-    return {key: value for key, usual in _USUAL.items() if (value := getattr(config, key)) != usual}
-
-
-def written_law(config: BlockDrafterConfig, layout: str, *reasons: tuple[object, str]) -> Fields:
-    """Return the fields of a law in layouts of others; `reasons` are further ones against a layout, if they hold.
-
-    Raises:
-        ValueError: They have none for it, or another reason holds.
-    """
-    law, options, kernel = config.law, config.law_options or {}, config.conv_kernel_size
-    anchor = ", sample_from_anchor=False" if layout == "z-lab" else ""
-    no_kernel = f"conv_kernel_size=None: make the drafter with from_backbone(..., conv_kernel_size=3{anchor})"
-    all_reasons = [
-        (law not in ("independent", "markov", "selector"), f"cannot hold law={law!r}; save_pretrained can"),
-        (law == "selector" and kernel is None, f"has law='selector' with convolutions alone, and not {no_kernel}"),
-        (
-            law != "selector" and kernel,
-            f"has convolutions with law='selector' alone: make it without conv_kernel_size={kernel}",
-        ),
-        (config.mask_embedding, "is not written with a mask_embedding; save_pretrained can"),
-        *reasons,
-    ]
-    refuse((holds, f"layout={layout!r} {reason}") for holds, reason in all_reasons)
+def written_law(config: BlockDrafterConfig) -> Fields:
+    """Return the fields of a law and a confidence head in layouts of others; see `refuse_lost`."""
+    law, options = config.law, config.law_options or {}
     if law == "selector":
-        sizes = {"conv_kernel_size": kernel, "conv_group_size": config.conv_group_size}
+        if config.conv_kernel_size is None:
+            raise ValueError("law='selector' with conv_kernel_size=None is no DFlash 2, which has convolutions")
+        sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
         return sizes | {"selector_rank": options.get("rank", 256), "selector_top_k": options.get("top_k", 16)}
     if law == "independent" and not config.has_confidence:
         return {}
@@ -186,6 +162,32 @@ def written_law(config: BlockDrafterConfig, layout: str, *reasons: tuple[object,
         "enable_confidence_head": config.has_confidence,
         "confidence_head_with_markov": config.confidence_reads_token and law == "markov",
     }
+
+
+_SHAPE_DRAFTS = (
+    *("law", "sample_from_anchor", "block_size", "mask_token_id", "feature_layers", "target_hidden_size"),
+    *("draft_vocab_size", "mask_embedding", "causal", "layer_types", "input_embedding_scale", "output_multiplier"),
+    *("final_logit_softcapping", "conv_kernel_size", "has_confidence", "rope_parameters", "rms_norm_eps", "hidden_act"),
+)
+
+
+def refuse_lost(config: BlockDrafterConfig, layout: BlockLayout, fields: Fields, shapes: Shapes) -> None:
+    """Refuse a layout whose reader would make another drafter of what is written.
+
+    Args:
+        config: The drafter's.
+        layout: The other library's.
+        fields: The config.json in it.
+        shapes: Of the tensors.
+    """
+    read = layout.read(f"layout={layout.name!r}", fields, shapes)
+    read.pop("is_interleaved", None)
+    held, names = BlockDrafterConfig(**read), list(_SHAPE_DRAFTS)
+    names += ["sliding_window", "sliding_causal"] if "sliding_attention" in (config.layer_types or ()) else []
+    lost = [name for name in names if getattr(held, name) != getattr(config, name)]
+    if lost:
+        wanted, found = (", ".join(f"{name}={getattr(each, name)!r}" for name in lost) for each in (config, held))
+        raise ValueError(f"layout={layout.name!r} cannot hold {wanted}: it holds {found}; save_pretrained holds all")
 
 
 def written_body(config: BlockDrafterConfig) -> Fields:

@@ -122,23 +122,22 @@ def test_all_laws_are_in_the_table():
     )
 
 
-ANCHORED, FREE = (rf"from_backbone\(\.\.\., sample_from_anchor={each}\)" for each in (True, False))
-CONVOLVED = r"conv_kernel_size=None.*from_backbone\(\.\.\., conv_kernel_size=3"
-
-
 @pytest.mark.parametrize(
     ("layout", "law", "options", "message"),
     [
-        ("z-lab", "selector", {}, CONVOLVED + ", sample_from_anchor=False"),
-        ("speculators", "selector", {}, CONVOLVED + r"\)"),
-        ("deepspec", "selector", {}, "no law='selector'; 'z-lab' and 'speculators' do"),
-        ("z-lab", "markov", dict(conv_kernel_size=3, conv_group_size=8), "without conv_kernel_size=3"),
-        ("z-lab", "independent", {}, FREE),
-        ("deepspec", "independent", dict(sample_from_anchor=False), ANCHORED),
+        ("z-lab", "selector", {}, "conv_kernel_size=None"),
+        ("speculators", "selector", {}, "conv_kernel_size=None"),
+        ("deepspec", "selector", {}, "law='selector'"),
+        ("z-lab", "markov", dict(conv_kernel_size=3, conv_group_size=8), "conv_kernel_size=3"),
+        ("z-lab", "independent", {}, "holds sample_from_anchor=False"),
+        ("deepspec", "independent", dict(sample_from_anchor=False), "holds sample_from_anchor=True"),
         ("z-lab", "hmm", {}, "law='hmm'"),
         ("z-lab", "markov", dict(draft_ids=torch.arange(3, 40)), "draft_vocab_size=37"),
         ("deepspec", "selector", dict(conv_kernel_size=2, conv_group_size=8), "law='selector'"),
         ("speculators", "independent", dict(output_multiplier=0.5), "output_multiplier"),
+        ("speculators", "selector", dict(conv_kernel_size=2, draft_ids=torch.arange(3, 40)), "law='selector'"),
+        ("speculators", "independent", dict(causal=True), "causal=True"),
+        ("z-lab", "markov", dict(mask_embedding=True), "mask_embedding=True"),
         ("other", "independent", {}, "layout='other'.*deepspec, speculators, z-lab"),
     ],
 )
@@ -178,9 +177,9 @@ def test_which_rows_draft_is_never_guessed(edited):
 
 
 def test_default_states_are_those_of_the_official_formula(edited):
-    assert layouts.zlab.default_ids(36, 5) == [1, 9, 17, 25, 33]
-    assert layouts.zlab.default_ids(32, 5) == [1, 8, 15, 22, 29]
-    assert layouts.zlab.default_ids(36, 1) == [18]
+    assert layouts.known.default_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert layouts.known.default_ids(32, 5) == [1, 8, 15, 22, 29]
+    assert layouts.known.default_ids(36, 1) == [18]
     open_ids = {"mask_token_id": 90, "block_size": 5}
     assert BlockDrafter.from_pretrained(edited("zlab_llama", dflash_config=open_ids)).feature_layers == [2, 5]
     folder = edited("zlab_llama", dflash_config=open_ids, num_target_layers=None)
@@ -203,8 +202,8 @@ def test_fields_may_stand_at_the_top(edited):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("zlab_llama", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel.*GRU"),
-        (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel.*Gemma 4"),
+        ("zlab_llama", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel"),
+        (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
         (DEEPSPEC, {"architectures": ["DSparkDeepseekV4ForCausalLM"]}, "DSparkDeepseekV4ForCausalLM"),
         (DSPARK, {"speculators_model_type": "xpress"}, "XPressSpeculator"),
         ("zlab_llama", {"architectures": ["OtherModel"]}, "OtherModel"),
@@ -227,7 +226,7 @@ def test_configs_that_say_too_little_or_something_else_are_refused(edited, name,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state | {"layers.0.self_attn.qkv_proj.weight": torch.ones(2)}, "qkv_proj.*Laguna"),
+        (lambda state: state | {"layers.0.self_attn.qkv_proj.weight": torch.ones(2)}, "qkv_proj"),
         (lambda state: state | {"extra.weight": torch.ones(2)}, "extra.weight"),
         (lambda state: {key: each for key, each in state.items() if key != "norm.weight"}, "norm.weight"),
         (lambda state: state | {"d2t": state["d2t"] + torch.arange(56)}, "d2t"),
@@ -290,8 +289,8 @@ def test_an_embedding_of_the_mask_token_may_lie_beside_the_weights(edited, tmp_p
     other = BlockDrafter.from_pretrained(folder, dtype=torch.float32).attach(base)
     assert not torch.allclose(other.block(context, last).hidden, drafter.block(context, last).hidden, atol=1e-2)
     for stored, message in (
-        ({"embedding": row, "mask_token_id": 3}, "mask_token_id=3"),
-        (row[:5], "5 numbers"),
+        ({"embedding": row, "mask_token_id": 3}, "mask_token_id=90.* 3"),
+        (row[:5], "hidden_size"),
         ([1], "tensor"),
     ):
         torch.save(stored, folder / "mask_embedding.pt")

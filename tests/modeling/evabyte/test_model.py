@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models import GOLDENS, left_padded, tiny_model
+from tests.models import GOLDENS, TRAINED, left_padded, tiny_model
 from tokenahead import EvaByteForMTPC, EvaByteModel
 
 CASES = sorted(path.name for path in GOLDENS.glob("vis_*"))
@@ -92,13 +92,12 @@ def test_loss_and_gradients_per_head(case):
         torch.testing.assert_close(grads[key].grad, want, atol=2e-4 * float(want.abs().max()), rtol=0)
 
 
+@torch.no_grad()
 def test_bfloat16_is_faithful():
-    model, gold = load("vis_a_w32c4h8", torch.bfloat16)
-    for name in names(gold, "bf16.", ".logits"):
-        ids = gold[f"{name}.input_ids"][None]
-        with torch.no_grad():
-            logits = model(ids, return_all_pred_logits=True).logits[0]
-        error = (logits[gold[f"{name}.pos"]] - gold[f"{name}.logits"].float()).abs()
+    model, gold = load(TRAINED.name, torch.bfloat16)
+    for name in names(gold, "full.", ".logits"):
+        logits = model(gold[f"{name}.input_ids"][None], return_all_pred_logits=True).logits[0]
+        error = (logits[gold[f"{name}.pos"]].float() - gold[f"{name}.logits"]).abs()
         assert error.max() < 0.2 and error.mean() < 0.02
 
 
@@ -177,8 +176,8 @@ def test_fresh_weights_are_all_initialised():
 
 @pytest.mark.parametrize("window", [1, 3, 8, 12])
 def test_window_may_differ_from_the_stored_heads(window, tmp_path):
-    official = load_file(GOLDENS / CASES[0] / "model.safetensors")["lm_head.weight"]
-    model = EvaByteForMTPC.from_pretrained(GOLDENS / CASES[0], mtp_head={"window": window}).eval()
+    official = load_file(TRAINED / "model.safetensors")["lm_head.weight"]
+    model = EvaByteForMTPC.from_pretrained(TRAINED, mtp_head={"window": window}).eval()
     assert model.window == window
     assert torch.equal(torch.cat([model.lm_head.weight, model.draft_heads.weight])[: len(official)], official)
     assert model.config.num_pred_heads == max(8, window) == 1 + model.draft_heads.weight.shape[0] // 320

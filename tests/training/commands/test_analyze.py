@@ -72,7 +72,6 @@ def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings
     assert first["head"] == pytest.approx(first["backbone_given"], rel=1e-4)
     assert second["missing_mass"] < 1e-6 and second["head"] == pytest.approx(second["head_given"], rel=1e-4)
     assert len(found["layers"]) == 3 and found["spread"]["tokens_90"] <= found["spread"]["tokens_99"]
-    assert (tmp_path / "run" / "analysis.png").stat().st_size > 1000
     assert settings.drafter.drafter == "heads"
 
 

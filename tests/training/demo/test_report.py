@@ -50,9 +50,9 @@ def test_only_the_last_lines_of_a_prompt_are_shown():
     assert coloured(completion, prompt_lines=2).plain == "c\nd\ne"
 
 
-def test_what_would_move_the_cursor_is_made_visible():
+def test_what_would_move_the_cursor_is_left_out():
     completion = Completion("", [*ids(b"a\x1b[2J\n\t"), 2], [False] * 8)
-    assert coloured(completion).plain == "a\ufffd[2J\n\t<eos>"
+    assert coloured(completion).plain == "a[2J\n\t<eos>"
 
 
 def test_markup_in_generated_text_is_text():

@@ -10,7 +10,7 @@ from tokenahead.training.evaluation.quality import BLEU, EXACT
 from tokenahead.training.evaluation.table import tables
 from tokenahead.training.results import MeasuredResults
 
-RESULTS = Path(__file__).resolve().parents[3] / "model_cards" / "smollm2" / "eagle3" / "results.json"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results" / "smollm2_eagle3.json"
 WIDE = dict(
     method="transformers:assistant:a-long-name", quality={EXACT: 55.5, BLEU: 22.2}, call_ms=1234.5, draft_ms=123.4,
     prompt_ms=12345.0, cache_bytes=123456789, texts=80, differing=2, near_ties=2, identical=False, looping_share=0.31,

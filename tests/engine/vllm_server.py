@@ -15,11 +15,11 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -29,23 +29,6 @@ SETTINGS = {
 }
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8")
 """Added to the command: the arithmetic that texts are compared in, and what shortens the start."""
-
-
-class Process(Protocol):
-    """What is asked of a server's process, as of `subprocess.Popen`."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code when it has ended."""
-        ...
 
 
 def write_plugin(folder: Path) -> Path:
@@ -78,9 +61,9 @@ class Server:
         program = str(Path(interpreter).with_name(program))
         self.command = [program, *words, *options, "--host", "127.0.0.1", "--port", port]
         self.url, self.log, self.patience = f"http://127.0.0.1:{port}", log, patience
-        self.process: Process | None = None
+        self.process: subprocess.Popen | None = None
 
-    def start(self) -> Process:
+    def start(self) -> subprocess.Popen:
         """Start the command in a new session: its engine's processes are ended with it."""
         plugin = write_plugin(self.log.absolute().parent)
         environment = os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(plugin)])}
@@ -98,7 +81,7 @@ class Server:
             raise
         return self
 
-    def _wait(self, process: Process) -> None:
+    def _wait(self, process: subprocess.Popen) -> None:
         end = time.monotonic() + self.patience
         while time.monotonic() < end:
             if process.poll() is not None:
@@ -136,12 +119,6 @@ class Server:
         """Return the text that follows a prompt."""
         answer = self.post("/v1/completions", model=self.model, prompt=prompt, **options)
         return json.loads(answer)["choices"][0]["text"]
-
-    def tokens(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """Return so many token ids that follow a prompt greedily."""
-        options = {"temperature": 0, "max_tokens": new_tokens, "ignore_eos": True, "return_token_ids": True}
-        answer = self.post("/v1/completions", model=self.model, prompt=prompt, **options)
-        return json.loads(answer)["choices"][0]["token_ids"]
 
     def stream(self, prompt: str | list[int], **options: Any) -> list[str]:
         """Return the pieces of text that follow a prompt, as they come."""

@@ -1,9 +1,9 @@
-"""Decoding in vLLM's offline engine, with its own drafts of n-grams."""
+"""Loops of other libraries, for `tokenahead verify --function other_loops:NAME` in this folder: z-lab's, vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ...generation.tensors.wrapped_models import untyped
-from .letters import letters
+from tokenahead.testing import letters, small_model
+from tokenahead.training.conformance.checkpoints import block_folder
 
 DRAFTS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 """vLLM's `speculative_config`."""
@@ -30,11 +30,11 @@ def _engine(model: PreTrainedModel) -> Any:
     """Return an engine that has read the model in float32, the widest dtype that it has."""
     vllm = import_module("vllm")
     with TemporaryDirectory(prefix="tokenahead-verify-") as folder:
-        untyped(model).save_pretrained(folder)
+        model.save_pretrained(folder)
         letters(model.config.vocab_size).save_pretrained(folder)
         return vllm.LLM(
             model=folder, dtype="float32", max_model_len=128, enforce_eager=True, speculative_config=dict(DRAFTS),
-            gpu_memory_utilization=0.3,  # the kit's two models are there at once
+            gpu_memory_utilization=0.2,  # the kit's three models are there at once
         )  # fmt: skip
 
 
@@ -64,3 +64,40 @@ def vllm(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor
         raise
     new = [torch.tensor(each.outputs[0].token_ids) for each in done]
     return torch.cat([input_ids, pad_sequence(new, True, options.get("pad_token_id", 0))], dim=1)
+
+
+vllm.small_model = partial(small_model, width=64)  # heads of 32, its smallest
+
+
+def zlab(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
+    """Decode with a DFlash drafter in z-lab's own loop.
+
+    Raises:
+        NotImplementedError: The package is missing, or the loop lacks what is asked for.
+    """
+    try:
+        dflash = import_module("dflash.model")
+    except ImportError as error:
+        raise NotImplementedError("z-lab's package is missing: pip install --no-deps dflash") from error
+    takes_only(input_ids, options)
+    drafter = dflash.DFlashDraftModel.from_pretrained(block_folder(model), dtype=model.dtype).eval()
+    ends = options.get("eos_token_id")
+    return dflash.dflash_generate(
+        drafter, model, input_ids, options["max_new_tokens"], [ends] if isinstance(ends, int) else ends,
+        options.get("temperature", 1.0) if options["do_sample"] else 0.0, top_k=options.get("top_k", 0),
+    )  # fmt: skip
+
+
+def takes_only(input_ids: Tensor, options: Mapping[str, Any]) -> None:
+    """Refuse what a loop of one sequence without processors and criteria lacks.
+
+    Raises:
+        NotImplementedError: Says what that is.
+    """
+    known = {
+        "attention_mask", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"
+    }  # fmt: skip
+    if odd := [name for name in options if name not in known]:
+        raise NotImplementedError(f"it takes no {odd[0]}")
+    if len(input_ids) > 1 or not bool(options["attention_mask"].all()):
+        raise NotImplementedError("it takes one prompt, without padding")

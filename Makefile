@@ -1,4 +1,4 @@
-.PHONY: compatibility core quality style test types
+.PHONY: compatibility core mutants quality style test types
 quality:
 	ruff check .
 	ruff format --check .
@@ -14,5 +14,8 @@ test:
 	pytest -n 2 --dist worksteal
 core:
 	pytest -m core
+# hours, and not in continuous integration; goes on from mutants.jsonl: `make mutants MUTANTS='--only loop.py --jobs 2'`
+mutants:
+	python tests/mutants/run.py $(MUTANTS)
 compatibility:
 	python .ci/compatibility.py

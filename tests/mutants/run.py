@@ -1,0 +1,212 @@
+"""Do the tests find faults? Plants the mutants of `*.toml` one by one, and runs the tests that their files map to.
+
+    python tests/mutants/run.py [check | table] [--only PATTERN] [--jobs N] [--results FILE] [--limit SECONDS]
+
+A mutant names file, function (`Class.method`; "": the whole file), an old text that stands there once, the new one, and
+the kind of fault. It is killed where a test fails that passes without it, or where they take too long. The tree is
+copied as a run begins, and is never touched itself; a run goes on from the lines of its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".venv", "site", "build", "dist")
+_PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+_SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+_OUTCOMES = "killed", "timed out", "survived", "broken", "equivalent", "not run"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: `new` in place of `old` in a function of a file. One that says `why` changes nothing, and never runs."""
+
+    file: str
+    function: str
+    old: str
+    new: str
+    kind: str
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        return f"{self.file} {self.function}: {old} -> {new}"
+
+    def applied(self, source: str) -> str:
+        """Return the source with the fault; a ValueError or a SyntaxError says why it cannot be planted."""
+        lines = source.splitlines(keepends=True)
+        first, last = _places_of(source)[self.function]
+        own = "".join(lines[first:last])
+        if (times := own.count(self.old)) != 1:
+            raise ValueError(f"the old text is there {times} times")
+        new = own.replace(self.old, self.new)
+        block = "if 1:\n" * own.startswith(" ")  # around a method
+        if ast.dump(ast.parse(block + new)) == ast.dump(ast.parse(block + own)):
+            raise ValueError("the code stays as it is")
+        return "".join([*lines[:first], new, *lines[last:]])
+
+
+@cache
+def _places_of(source: str) -> dict[str, tuple[int, int]]:
+    """Return where functions and classes begin and end; decorators belong to them."""
+    places, waiting = {"": (0, source.count("\n"))}, [("", ast.parse(source).body)]
+    for outer, body in waiting:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{outer}{node.name}"  # of overloads, and of properties, the last one
+                places[name] = min(each.lineno for each in (node, *node.decorator_list)) - 1, node.end_lineno or 0
+                waiting.append((f"{name}.", node.body))
+    return places
+
+
+def read_mutants() -> list[Mutant]:
+    """Return the mutants, by room and file."""
+    files = [ROOT / f"tests/mutants/{room}.toml" for room in ("generation", "modeling", "training")]
+    rooms = [tomllib.loads(file.read_text()) for file in files]
+    return [Mutant(file, **entry) for room in rooms for file, entries in room.items() for entry in entries]
+
+
+def check(mutants: list[Mutant], root: Path = ROOT) -> None:
+    """Plant every mutant in memory, and raise a ValueError with the names of those that cannot be planted."""
+    faults = [f"{each} stands here twice" for each, times in Counter(m.name for m in mutants).items() if times > 1]
+    for mutant in mutants:
+        try:
+            mutant.applied((root / mutant.file).read_text())
+            if not tests_of(mutant.file, mutant.function, root):  # a KeyError names one that is not there
+                raise ValueError("its file maps to no tests")
+        except (OSError, LookupError, ValueError, SyntaxError) as error:
+            faults.append(f"{mutant.name}: {error!r}")
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+@cache
+def _texts(root: Path) -> dict[str, str]:
+    return {str(each.relative_to(root)): each.read_text() for each in sorted((root / "tests").rglob("test_*.py"))}
+
+
+@cache
+def tests_of(file: str, function: str, root: Path = ROOT) -> list[str]:
+    """Return the tests of a function: first those of its folder, and of these those that name it or its class.
+
+    The others have its file's name, import it, or stand in `tests.toml`.
+    """
+    path, texts, table = Path(file), _texts(root), tomllib.loads((root / "tests/mutants/tests.toml").read_text())
+    module, folder = f"tokenahead.{'.'.join(path.with_suffix('').parts)} ", f"tests/{path.parent}/"
+    found = [test for test in texts if re.fullmatch(f"tests/{path.parts[0]}/.*test_{path.stem}.py", test)]
+    found += [test for test, text in texts.items() if module in text]
+    for prefix in sorted(filter(file.startswith, table), key=len, reverse=True):
+        found += [f"tests/{name}" for name in table[prefix]]
+    found += [test for test in texts if test.startswith(folder) and len(path.parts) > 2]
+    names = function.split(".")
+    return sorted(dict.fromkeys(found), key=lambda test: (folder not in test, not any(n in texts[test] for n in names)))
+
+
+class Tree:
+    """A copy of the tree, in which mutants are planted in turn; `limit` is in seconds of processor time."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.root, self.scratch, self.limit = folder / "tree", folder / "scratch", limit
+        shutil.copytree(ROOT, self.root, symlinks=True, ignore=_LEFT_OUT)
+        self.passing, self.failing = set[str](), set[str]()  # without any mutant
+        self.seconds = count(1)
+
+    def result_of(self, mutant: Mutant) -> tuple[str, str]:
+        """Return what becomes of a mutant, and the test that says so."""
+        path = self.root / mutant.file
+        source = path.read_text()
+        while True:
+            self._write(path, mutant.applied(source))
+            outcome, test = self._run(tests_of(mutant.file, mutant.function, self.root))
+            self._write(path, source)
+            if outcome != "killed" or test in self.passing | self.failing:
+                return outcome, test
+            (self.passing if self._run([test])[0] == "survived" else self.failing).add(test)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        os.utime(path, (0, next(self.seconds)))  # a .pyc knows its source by size and second
+
+    def _run(self, tests: list[str]) -> tuple[str, str]:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir()
+        # processor time, for a busy machine does not count; and time, for what only waits
+        limits = ["timeout", "--foreground", str(8 * self.limit), "prlimit", f"--cpu={self.limit}"]
+        words = [*limits, *_PYTEST, *(f"--deselect={test}" for test in sorted(self.failing)), *tests]
+        own = {"PYTHONPATH": str(self.root), "TMPDIR": str(self.scratch)}
+        done = subprocess.run(words, cwd=self.root, capture_output=True, text=True, env=os.environ | _SETTINGS | own)
+        if done.returncode == 0:
+            return "survived", ""
+        if failed := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE):
+            return "killed", failed[1]
+        if done.returncode < 0 or done.returncode == 124 or "Timeout" in done.stdout:  # 124 says `timeout`
+            return "timed out", ""
+        return "broken", (done.stdout + done.stderr)[-500:]  # no test of it ran: look at the command
+
+
+def table(outcomes: dict[str, str], mutants: list[Mutant]) -> str:
+    """Return how many mutants of each room have which outcome, and the names of those that survived."""
+    counts = Counter[tuple[str, str]]()
+    for mutant in mutants:
+        for room in ("/".join(Path(mutant.file).parent.parts[:2]), "all"):
+            counts[room, outcomes.get(mutant.name, "equivalent" if mutant.why else "not run")] += 1
+    lines = ["".join(f"{outcome:>12}" for outcome in _OUTCOMES) + "  room"]
+    for room in dict.fromkeys([*sorted(room for room, _ in counts if room != "all"), "all"]):
+        lines.append("".join(f"{counts[room, outcome]:>12}" for outcome in _OUTCOMES) + f"  {room}")
+    return "\n".join([*lines, *(f"survived: {m.name}" for m in mutants if outcomes.get(m.name) == "survived")])
+
+
+def main() -> None:
+    """Check the mutants, or run those that have no result yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", nargs="?", choices=["run", "check", "table"], default="run")
+    parser.add_argument("--only", default="", help="a regular expression; the mutants whose names have it")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--limit", type=int, default=1800, help="seconds of processor time for the tests of a mutant")
+    options = parser.parse_args()
+    mutants = [mutant for mutant in read_mutants() if re.search(options.only, mutant.name)]
+    check(mutants)
+    known = [*map(json.loads, options.results.open())] if options.results.exists() else []
+    outcomes = {each["mutant"]: each["outcome"] for each in known}
+    left = [mutant for mutant in mutants if mutant.name not in outcomes and not mutant.why]
+    random.Random(0).shuffle(left)  # so that a run which is cut short has seen all rooms
+
+    def work(job: int) -> None:
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            tree = Tree(Path(folder), options.limit)
+            tree.passing.update(each["by"] for each in known if each["outcome"] == "killed")
+            for mutant in left[job :: options.jobs]:
+                outcome, test = tree.result_of(mutant)
+                outcomes[mutant.name] = outcome
+                with options.results.open("a") as file:
+                    file.write(json.dumps({"mutant": mutant.name, "outcome": outcome, "by": test}) + "\n")
+                print(f"{outcome:10} {mutant.name}  {test}", flush=True)
+
+    if options.mode == "run" and left:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(work, range(options.jobs)))
+    if options.mode != "check":
+        print(table(outcomes, mutants))
+
+
+if __name__ == "__main__":
+    main()

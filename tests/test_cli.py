@@ -290,7 +290,7 @@ def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch,
     seen = {}
 
     def run_demo(measurement, subject, output, overwrite):
-        assert [method.name for method in subject.methods[:3]] == ["plain", "ff", "cp 8"]
+        assert [method.name for method in subject.methods[:3]] == ["plain", "ff", "hmm 8"]
         seen.update(measurement=measurement, output=output, overwrite=overwrite)
         return measured(identical)
 

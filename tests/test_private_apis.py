@@ -68,6 +68,8 @@ OTHERS = [
     (torch, "_assert_async"),
     (torch, "_dynamo"),
     (torch, "_standard_gamma"),
+    (torch.utils, "_python_dispatch"),
+    (torch.utils, "_pytree"),
     (accelerate.parallelism_config.ParallelismConfig, "_validate_accelerator"),
     (peft.LoraConfig, "_register_custom_module"),
     (trl.SFTTrainer, "_prepare_dataset"),

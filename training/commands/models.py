@@ -29,7 +29,7 @@ from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.common.loading import with_article
 from ...modeling.heads.losses import IGNORE
-from ..batches import Inputs, is_row_wise
+from ..batches import Inputs, is_row_wise, taken_columns
 from ..columns import PER_TOKEN, template_options
 from ..endpoint import Endpoint
 from ..features import STATES, FeatureDataset, cache_features
@@ -325,7 +325,7 @@ class _Collated(Sequence):
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         batch = self.collator([self.rows[number]])
-        return {name: values[0] for name, values in batch.items() if isinstance(values, torch.Tensor)}
+        return {name: values[0] for name, values in batch.items() if name in PER_TOKEN}  # others follow from positions
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,10 @@ class _Either:
     """Collates rows with stored states, and rows without, as in evaluation; a class, for workers pickle it."""
 
     collator: DataCollator
-    takes = PER_TOKEN
+
+    @property
+    def takes(self) -> frozenset[str]:
+        return PER_TOKEN.union(taken_columns(self.collator) or ())
 
     @property
     def is_row_wise(self) -> bool:

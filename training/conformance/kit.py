@@ -155,7 +155,8 @@ def _steady(model: PreTrainedModel) -> PreTrainedModel:
     probability then has one sign in all texts, and adds up.
     """
     copied, draws = copy.deepcopy(model), torch.Generator().manual_seed(3)
-    embeddings, unembedding = copied.get_input_embeddings().weight, copied.get_output_embeddings().weight
+    made: Any = copied
+    embeddings, unembedding = made.get_input_embeddings().weight, made.get_output_embeddings().weight
     common = torch.randn(embeddings.shape[1], generator=draws).sign().to(embeddings)
     embeddings.mul_(20 / embeddings.std()).add_(100 * common)
     unembedding.mul_(0.3)

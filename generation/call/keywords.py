@@ -35,7 +35,8 @@ _OF_AN_ENCODER = {"encoder_hidden_states", "encoder_attention_mask"}
 """Those with columns of another sequence, which may be as long as the prompt."""
 _UPDATES = "PaliGemmaForConditionalGeneration.", "MllamaForConditionalGeneration."
 """Classes of transformers whose own updates read no outputs of the last forward."""
-_PACKAGES = "transformers.", __name__.removesuffix("generation.call.keywords")
+_PACKAGES = "transformers.", __name__.rpartition("generation")[0]
+"""Modules of methods that are known: transformers' and ours, which are others where the code travels with a model."""
 
 
 class _AtLength(Cache):

@@ -89,6 +89,8 @@ class Endpoint:
         tls = address.scheme == "https" and httpx.create_ssl_context()  # once, for it reads all certificates
         headers = {"Accept-Encoding": "identity"}
         headers |= {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        tokens = getattr(self.tokenizer, "get_vocab", dict)().values()
+        self._size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
         self._client = partial(httpx.AsyncClient, verify=tls, timeout=None, headers=headers)
 
     def served_model(self) -> str:
@@ -189,10 +191,8 @@ class Endpoint:
             ids = [*ids, end] if isinstance(end, int) and is_ended else ids
         if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
             raise EndpointError(f"{self.url} answers with ids {ids!s:.50}, where a list of at most {most} is right")
-        tokens = getattr(tokenizer, "get_vocab", dict)().values()
-        size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
-        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < size]:
-            raise EndpointError(f"{self.url} answers with the id {wrong[0]!s:.50}, of a vocabulary of {size}")
+        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < self._size]:
+            raise EndpointError(f"{self.url} answers with the id {wrong[0]!s:.50}, of a vocabulary of {self._size}")
         if is_text:
             return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
         is_short = not is_ended and len(ids) < most

@@ -142,9 +142,7 @@ def _joined(model: Any, strategy: TrainingStrategy) -> JointMTPModel:
 def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
     """Train a backbone by adapters: new ones, or those that it carries."""
     if not carries_adapters(backbone):
-        config = lora_config(backbone, strategy)
-        config.base_model_name_or_path = backbone.name_or_path
-        inject_adapter_in_model(config, backbone)  # as `add_adapter`, of any version of peft
+        inject_adapter_in_model(lora_config(backbone, strategy), backbone)  # as `add_adapter`, of any version of peft
         backbone._hf_peft_config_loaded = True
         return
     if reason := obstacle_of_peft():
@@ -191,6 +189,7 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
         raise ValueError(f"lora_targets holds {missing[0]!r}, but the linear modules are {', '.join(sorted(names))}")
     rank = strategy.lora_rank or _RANK
     return LoraConfig(
+        base_model_name_or_path=getattr(model, "name_or_path", None) or None,  # as peft has it
         r=rank,
         lora_alpha=2 * rank if strategy.lora_alpha is None else strategy.lora_alpha,
         lora_dropout=_DROPOUT if strategy.lora_dropout is None else strategy.lora_dropout,

@@ -30,7 +30,7 @@ def answer(prompt: list[int]) -> list[int]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request of every twenty fails, each in another way."""
+    """One request of every twenty fails, each in another way, where not all of them do."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
             with suppress(OSError):  # a client that has read enough is gone
                 self.server.instead(self)
             return
-        kind = number // 20 % 5 if number % 20 == 10 else None
+        kind = number // 20 % 5 if number % 20 == 10 and self.server.status == 200 else None
         if kind == 0:
             self.say({}, status=503)
         elif kind == 1:

@@ -1,4 +1,4 @@
-.PHONY: compatibility core mutants quality style test types
+.PHONY: compatibility core mutants nightly quality style test types
 quality:
 	ruff check .
 	ruff format --check .
@@ -12,6 +12,9 @@ types:
 # made in one of them; who is done first takes from the other
 test:
 	pytest -n 2 --dist worksteal
+# what `make test` leaves out: further cases, families, caches, tokenizers, several processes
+nightly:
+	pytest -n 2 --dist worksteal -m "nightly and not slow"
 core:
 	pytest -m core
 # hours, and not in continuous integration; goes on from mutants.jsonl: `make mutants MUTANTS='--only loop.py --jobs 2'`

@@ -38,18 +38,21 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """Give the marker `core` to the cases that `core_cases` names, and `slow` to property tests that explore."""
-    unknown = {}  # names of cases that no test has, by test
+    """Mark the cases that `core_cases` and `by_day` name, or do not name, and as `slow` property tests that explore."""
+    unknown = {}  # names of cases that no test has, by marker and test
     for item in items:
-        for mark in item.iter_markers("core_cases"):
-            unknown.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(item.callspec.id)
-            if item.callspec.id in mark.args:
-                item.add_marker("core")
+        for name in ("core_cases", "by_day"):
+            for mark in item.iter_markers(name):
+                unknown.setdefault((name, item.nodeid.partition("[")[0]), set(mark.args)).discard(item.callspec.id)
+                if name == "core_cases" and item.callspec.id in mark.args:
+                    item.add_marker("core")
+                if name == "by_day" and item.callspec.id not in mark.args:
+                    item.add_marker("nightly")
         if explores(config) and (hypothesis.is_hypothesis_test(item.obj) or item.path.stem == "test_fuzz"):
             item.add_marker("slow")
     unknown = {test: cases for test, cases in unknown.items() if cases}
     if unknown and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"core_cases names cases that are not there: {unknown}")
+        raise pytest.UsageError(f"markers name cases that are not there: {unknown}")
 
 
 def _waiting():

@@ -41,7 +41,7 @@ from .backbone.target import OwnCacheBackbone, RaggedBackbone, Target
 from .call.outputs import GenerateSpeculativeOutput, Graphs
 from .call.sequences import FixedSequences, NewTokens
 from .contract import DraftTree, SpeculativeCache, TargetOutput, VerificationResult
-from .graphs import Observer, Recorder, called, fingerprint, held_draft, obstacle_to_whole
+from .graphs import Observer, Recorder, fingerprint, held_draft, obstacle_to_whole
 from .plan import SpeculationPlan, decode_plainly
 from .results import Results
 from .tensors.masks import to_device
@@ -230,8 +230,8 @@ class SpeculativeLoop(Results):
 
     def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a part of a cycle returns in which the host waits for nothing."""
-        recorder = self.recorder if self.is_constant and self._drafts() else None
-        return (REGION_OBSERVER or recorder or called)(name, function, *args, **kwargs)
+        caller = REGION_OBSERVER or (self.recorder if self.is_constant and self._drafts() else None)
+        return function(*args, **kwargs) if caller is None else caller(name, function, *args, **kwargs)
 
     def _whole(self, length: int, tokens: FixedSequences, drafted: DraftTree | None) -> Cycle:
         """Return a cycle that ends before the host has read it; where a sequence is at fault, it leaves no trace."""

@@ -260,6 +260,7 @@ class RaggedBackbone(DynamicCacheBackbone):
     Attributes:
         layout: The ends of the sequences in the cache.
         open: [b] int64, which of the batch they are; None: all of them.
+        masks_alone: Whether the model makes its masks of blocks itself.
     """
 
     takes_trees = True
@@ -270,7 +271,7 @@ class RaggedBackbone(DynamicCacheBackbone):
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
-        self.limit = limit
+        self.limit, self.masks_alone = limit, masks_padding_alone(self.model.config.get_text_config())
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
         kind = self.layer_type or layer_class(self.model.config)
         self.layout.install_layers(self.cache, kind)
@@ -323,8 +324,10 @@ class RaggedBackbone(DynamicCacheBackbone):
         return outputs
 
     def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
-        config, count = self.model.config.get_text_config(), depths.shape[-1]
-        mask = None if masks_padding_alone(config) else block_mask(self.layout, count, config, self.model.dtype, tree)
+        count, mask = depths.shape[-1], None
+        if not self.masks_alone:
+            config = self.model.config.get_text_config()
+            mask = block_mask(self.layout, count, config, self.model.dtype, tree)
         inputs = self.continuation.inputs(self.layout.counts[:, None] + depths, last)
         note_positions(self.cache, inputs["position_ids"])
         inputs |= {"attention_mask": mask, CACHE: self.cache, "use_cache": True}

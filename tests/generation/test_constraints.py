@@ -15,10 +15,9 @@ from tests.backbones import backbone, code, prompts, train_heads
 from tests.no_sync import NoSync
 from tokenahead import GrammarConstraint, LookaheadDrafter, NgramDrafter, RecyclingDrafter, SuffixDrafter
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
-from tokenahead.generation.call.options import DraftOptions, chosen
+from tokenahead.generation.call.options import DraftOptions, NumberCheck, chosen
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
 from tokenahead.testing import continuation_distribution, continuation_p_value
 

@@ -15,9 +15,9 @@ from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
 from tokenahead.generation.backbone import static as static_module
+from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.tensors import buffers as buffers_module
 from tokenahead.generation.tensors.masks import cached_arange
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.verification.cycles import Cycle
 from tokenahead.modeling.heads.session import HeadSession
 

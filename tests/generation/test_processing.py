@@ -8,11 +8,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
-from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.tensors.sampling import NumberCheck
 
 V, PROMPT, DRAFTS = 17, 6, 4
 EOS = 2

@@ -9,11 +9,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tests.backbones import backbone
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone.backbones import target_of
-from tokenahead.generation.backbone.cache import CacheLayout, RaggedLayer, block_mask
+from tokenahead.generation.backbone.cache import CacheLayout, RaggedLayer, block_mask, grouped_attention
 from tokenahead.generation.backbone.target import RaggedBackbone
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.tensors.masks import grouped_attention, model_mask
+from tokenahead.generation.tensors.masks import model_mask
 
 PROMPT, BLOCK = 9, 5
 KEPT = [[3, 1], [5, 2], [1, 5], [4, 4], [2, 3], [5, 1], [1, 1], [3, 5]]

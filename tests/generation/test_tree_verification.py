@@ -10,7 +10,7 @@ import torch
 from tests import tree_worlds
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length, texts
-from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.contract import DraftTree, follow
 from tokenahead.generation.tensors.sampling import draw
 from tokenahead.generation.trees.building import drawn_tree, joined_chains, of_real
 from tokenahead.generation.verification import tree_rules as tree_verification
@@ -21,7 +21,7 @@ from tokenahead.generation.verification.rules import (
     verify_sampled,
     verify_tree,
 )
-from tokenahead.generation.verification.tree_rules import follow, tree_acceptance
+from tokenahead.generation.verification.tree_rules import tree_acceptance
 from tokenahead.testing import chi_square
 
 SHAPES = {

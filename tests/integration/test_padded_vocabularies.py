@@ -13,9 +13,8 @@ from tests.ptp_models import backbone as ptp_backbone
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter
 from tokenahead.generation.assistant.session import SharedVocabulary
-from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
 from tokenahead.testing import continuation_distribution, continuation_p_value
 

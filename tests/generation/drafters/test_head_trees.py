@@ -15,8 +15,8 @@ from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
 from tokenahead import EvaByteCache, EvaByteConfig, EvaByteForMTPC, MTPHeads
+from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.trees import building as growth
 from tokenahead.modeling.heads.session import WindowGrowth
 from tokenahead.testing import continuation_distribution, continuation_p_value

@@ -11,9 +11,9 @@ from tests.families import family_model
 from tests.integration.test_lossless_modules import CHECKPOINT, greedy, prompts
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
+from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.trees import growth
 from tokenahead.modeling.deepseek import session as modules
 from tokenahead.modeling.deepseek.session import ModuleGrowth

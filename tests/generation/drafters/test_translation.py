@@ -16,9 +16,8 @@ from tests.models import left_padded
 from tests.two_tokenizers import TEXT, prompts, speaker, tokenizer, with_bytes
 from tokenahead import AssistantDrafter, NgramDrafter
 from tokenahead.generation.assistant.translation import CommonVocabulary, TranslatedSession, Translation
-from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 SIZE, DRAFT = 64, 4

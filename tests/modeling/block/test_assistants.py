@@ -17,10 +17,9 @@ from tests.models import left_padded, tiny_model
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter, BlockDrafter, DrafterCascade, SuffixDrafter
 from tokenahead.generation.backbone.backbones import target_of
-from tokenahead.generation.call.options import CallOptions, DraftOptions
+from tokenahead.generation.call.options import CallOptions, DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 NAMES = ["llama", "mistral", "glimmer", "spark"]

@@ -73,13 +73,13 @@ def test_drafted_rows_stand_at_the_places_of_their_features(monkeypatch):
     """Row t at position t, without padding; which ropes that depend on a length would show."""
     base = tiny_backbone()
     head, seen, lengths = EagleHead.from_backbone(base), [], [7, 4]
-    run = head.rows
+    run = head.run
 
-    def rows(features, ids, positions, *rest):
-        seen.append(positions.expand(len(ids), -1).tolist())
-        return run(features, ids, positions, *rest)
+    def noted(features, embeddings, positions, *rest):
+        seen.append(positions.expand(len(features), -1).tolist())
+        return run(features, embeddings, positions, *rest)
 
-    monkeypatch.setattr(head, "rows", rows)
+    monkeypatch.setattr(head, "run", noted)
     mask = torch.stack([torch.arange(7) >= 7 - length for length in lengths]).long()
     call = dict(max_new_tokens=8, do_sample=False, assistant_model=head, num_assistant_tokens=3)
     base.generate(IDS[:, :7], attention_mask=mask, **call)

@@ -86,6 +86,13 @@ class Target(CacheView, Protocol):
         """End the call: lay the cache out as the first `columns` columns of the returned sequences."""
         ...
 
+    def abandon(self) -> None:
+        """End a call that failed: a user's cache keeps no layers that only our loop can use."""
+
+    def next_positions(self) -> list[int]:
+        """Return the position of the token after every sequence's prefix; read where `has_columns`."""
+        raise NotImplementedError
+
     def drop_finished(self, done: list[bool]) -> None:
         """Leave ended sequences out of the next forwards, where that pays; their outputs are zeros then.
 
@@ -244,7 +251,7 @@ class DynamicCacheBackbone(Target):
         raise NotImplementedError
 
     def next_positions(self) -> list[int]:
-        """Return the position of the token after every sequence's prefix; the host waits for it."""
+        """See `Target`; the host waits for it."""
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()  # the largest of the axes
 
@@ -350,6 +357,10 @@ class RaggedBackbone(DynamicCacheBackbone):
         for layer in self.cache.layers:
             if isinstance(layer, RaggedLayer):
                 _clear_after_ends(layer)
+
+    def abandon(self) -> None:
+        """See `Target`."""
+        self.align(max(self.layout.lengths))
 
     def align(self, columns: int) -> None:
         """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""

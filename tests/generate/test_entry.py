@@ -74,7 +74,7 @@ def test_peers_of_sharded_models_are_found_as_transformers_does(pair, managed, m
     model, extra, _ = pair
     synced = []
     run = SpeculativeLoop.run
-    monkeypatch.setattr(SpeculativeLoop, "run", lambda self, given=False: synced.append(given) or run(self))
+    monkeypatch.setattr(SpeculativeLoop, "run", lambda self, outputs, given: synced.append(given) or run(self, outputs))
     for name, value in {"is_available": True, "is_initialized": True, "get_world_size": 2}.items():
         monkeypatch.setattr(generate_module.torch.distributed, name, lambda *args, value=value: value)
     monkeypatch.setattr(generate_module, "is_fsdp_managed_module", lambda module: managed)

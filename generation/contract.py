@@ -320,6 +320,22 @@ class DraftSession(Protocol):
         return None
 
 
+class NoDrafts(DraftSession):
+    """Replaces a session whose drafts have ended; its draft is always the tree `empty`."""
+
+    num_tokens = 0
+
+    def __init__(self, empty: DraftTree) -> None:
+        self.empty = empty
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """Return no draft."""
+        return self.empty
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Do nothing."""
+
+
 class Recorder(Protocol):
     """Records what the calls with a drafter verify."""
 

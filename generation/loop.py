@@ -11,12 +11,8 @@
 The host waits for the device once in a cycle, for accepted counts, tokens, drafts, and whether all scores are numbers.
 Where sequences end (at eos, at stop strings, at the length limit) goes back in one copy, and only where they differ.
 
-Where scores of an open sequence are no numbers (NaN, +inf, -inf everywhere), the cycle is repeated on the cache as it
-was with b alone: a row that nobody sees is multiplied by 0, and 0 times NaN is NaN. If b's scores are none either, the
-backbone is at fault, which is an error; else nothing is drafted from there on. So it is where a draft was chosen from
-no numbers; what was drafted before these is verified, for drafts that are dropped for what was drawn come too seldom.
-
-Beside it: processors whose state moves (`stateful`), and cycles of fixed shapes, recorded and replayed (`recorded`).
+Beside it: scores that are no numbers (`guarded`), processors whose state moves (`stateful`), and cycles of fixed
+shapes, recorded and replayed (`recorded`).
 """
 
 from __future__ import annotations
@@ -31,36 +27,20 @@ from torch import Tensor
 from .backbone.target import Target
 from .call.outputs import GenerateSpeculativeOutput
 from .call.schedule import ConstantLength
-from .call.sequences import NewTokens, Sequences
-from .contract import DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
+from .call.sequences import NewTokens
+from .contract import DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from .graphs import Observer
 from .plan import SpeculationPlan
 from .results import Results
 from .tensors.masks import to_device
 from .tensors.wrapped_models import untyped
 from .verification.cycles import Cycle
-from .verification.verifiers import GreedyVerifier
 
 P = ParamSpec("P")
 R = TypeVar("R")
 REGION_OBSERVER: Observer | None = None
 """Called in place of every region of a cycle that could be replayed: `"cycle"`, or `"forward"` where the rest of it
 needs the host."""
-
-
-class NoDrafts(DraftSession):
-    """Replaces a session whose drafts ended; its draft is always `empty`."""
-
-    num_tokens = 0
-
-    def __init__(self, empty: DraftTree) -> None:
-        self.empty = empty
-
-    def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        return self.empty
-
-    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Do nothing."""
 
 
 class SpeculativeLoop:
@@ -115,8 +95,8 @@ class SpeculativeLoop:
         logits = untyped(outputs).logits[:, -1:].to(self.plan.prompt.device, torch.float32)  # [B, 1, V]
         scores = self._scores(logits, self.empty, is_prefill=True)
         states = TargetOutput(logits, outputs.hidden_states)
-        cycle = self._on_host(self._checked(Cycle(self.empty, self.empty, states, scores, self._picked(scores))))
-        cycle = self._without_drafts(cycle) if cycle.faults else cycle
+        cycle = Cycle(self.empty, self.empty, states, scores, self._picked(scores))
+        cycle = self._sound(self._on_host(self._written(cycle)))
         self.results.take(cycle, cycle.accepted, is_prefill=True)
 
     def _length(self) -> int:
@@ -134,7 +114,7 @@ class SpeculativeLoop:
         """Draft, verify, and move on; return the cycle, and the accepted drafts of the open sequences."""
         self.results.statistics.backbone_calls += 1
         cycle = self._on_host(self._verified(*self._region("forward", self._read, length)))
-        return self._settled(self._without_drafts(cycle) if cycle.faults else cycle)
+        return self._settled(self._sound(cycle))
 
     def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a part of a cycle returns in which the host waits for nothing."""
@@ -159,7 +139,7 @@ class SpeculativeLoop:
 
     def _verified(self, tree: DraftTree, outputs: TargetOutput, numbers: Tensor | None = None) -> Cycle:
         """Verify a draft."""
-        return self._checked(self._judged(tree, outputs, self._scores(outputs.logits, tree), numbers))
+        return self._written(self._judged(tree, outputs, self._scores(outputs.logits, tree), numbers))
 
     def _judged(self, tree: DraftTree, outputs: TargetOutput, scores: Tensor, numbers: Tensor | None) -> Cycle:
         """Return the verification of a draft by scores [B, m + 1, v]."""
@@ -177,35 +157,24 @@ class SpeculativeLoop:
         first = self.verifier.first(scores[:, 0], self.results.tokens)
         return VerificationResult(torch.zeros_like(first), first[:, None])
 
-    def _checked(self, cycle: Cycle) -> Cycle:
+    def _written(self, cycle: Cycle) -> Cycle:
         """Write new tokens, and what the host reads of a cycle."""
         self.results.tokens.write(cycle.result.tokens)
-        rows = self.verifier.path_rows(cycle.result)
-        if self.processing is not None and cycle.fed.auxiliary is not None:  # processors may make numbers of NaN
-            largest = cycle.outputs.logits.amax((1, 2))[:, None]  # [B, 1]
-            rows = largest if rows is None else rows + largest
-        cycle.write(rows)
+        cycle.write(self._rows(cycle))
         return cycle
+
+    def _rows(self, cycle: Cycle) -> Tensor | None:
+        """Return numbers that are none where scores are none; None: nobody looks at them."""
+        return None
 
     def _on_host(self, cycle: Cycle) -> Cycle:
         """Let the host read what it needs: it waits for the device, once in a cycle."""
-        is_faulty, cycle.faults = cycle.read(), []
-        if any(is_faulty) or any(cycle.strays):
-            skipped = self._skipped()
-            cycle.faults = [row for row, (fault, skips) in enumerate(zip(is_faulty, skipped)) if fault and not skips]
-            if any(stray and not skips for stray, skips in zip(cycle.strays, skipped)):
-                self._end_drafts(warns=not cycle.faults)  # else the backbone itself may be at fault
+        cycle.read()
         return cycle
 
-    def _skipped(self) -> list[bool]:
-        """Return which sequences get nothing in this cycle."""
-        return self.results.done
-
-    def _end_drafts(self, warns: bool = True) -> None:
-        """Draft nothing from now on, for the drafter computes no numbers."""
-        self.session = NoDrafts(self.empty)
-        if warns:
-            self.plan.call.drafter.warn_of_numbers()
+    def _sound(self, cycle: Cycle) -> Cycle:
+        """Return the cycle, or another where its scores are no numbers (`guarded`)."""
+        return cycle
 
     def _settled(self, cycle: Cycle) -> tuple[Cycle, list[int]]:
         """Count the new tokens, and move on from them; return what `_cycle` does."""
@@ -228,32 +197,5 @@ class SpeculativeLoop:
         self.target.keep(new, None if tree.is_chain else result.path)
         self.session.advance(cycle.outputs.along(result, tree), result)
 
-    def _without_drafts(self, cycle: Cycle) -> Cycle:
-        """Return a cycle of b alone in the place of one with faults; from then on nothing is drafted.
-
-        What was drafted is not looked at: scores that drafts alone made none are those of a backbone at fault.
-
-        Raises:
-            ValueError: Processors left no token, or the scores of that token alone are no numbers: it is the backbone.
-        """
-        are_scores = cycle.has_finite_scores()
-        if are_scores and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
-            self.verifier.takes_infinity = True  # processors made it, and plain decoding goes on from it
-            cycle = self._on_host(self._checked(cycle))
-            return self._without_drafts(cycle) if cycle.faults else cycle
-        if are_scores or cycle.fed.is_empty:
-            raise cycle.refusal(self.plan.call.backbone, self.processing)
-        self._end_drafts(warns=False)
-        self._undo()
-        self.results.statistics.backbone_calls += 1
-        cycle = self._on_host(self._verified(self.empty, self._forward(self.empty)))
-        cycle = self._without_drafts(cycle) if cycle.faults else cycle
-        self.plan.call.drafter.warn_of_numbers()
-        return cycle
-
     def _finished(self) -> GenerateSpeculativeOutput | Tensor:
         return self.results.finished()
-
-    def _undo(self) -> None:
-        """Leave nothing of the last block."""
-        self.target.forget(NewTokens([0] * len(self.results.done), self.plan.prompt.device))

@@ -19,7 +19,7 @@ from .call.outputs import GenerateSpeculativeOutput, Graphs
 from .call.sequences import FixedSequences, NewTokens
 from .contract import DraftTree, PrefillOutput
 from .graphs import Recorder, fingerprint, held_draft, obstacle_to_whole
-from .loop import SpeculativeLoop
+from .guarded import GuardedLoop
 from .plan import SpeculationPlan
 from .stateful import StatefulLoop
 from .verification.cycles import Cycle
@@ -30,7 +30,7 @@ _LENGTHS = 1, 2, 4
 """Lengths of drafts that adaptive ones are rounded up to where each has a recording; full ones have another."""
 
 
-class StaticLoop(SpeculativeLoop):
+class StaticLoop(GuardedLoop):
     """On a static cache without fixed shapes: nothing is recorded, and the statistics say why."""
 
     def __init__(self, plan: SpeculationPlan, target: Target) -> None:
@@ -118,7 +118,7 @@ class RecordedLoop(StaticLoop):
                 return cycle, [count for count, done in zip(cycle.accepted, before) if not done]
         else:
             cycle = self._on_host(self._verified(*self._region("forward", self._read, length, drafted)))
-        return self._settled(self._without_drafts(cycle) if cycle.faults else cycle)
+        return self._settled(self._sound(cycle))
 
     def _launched(self, length: int, drafted: DraftTree | None) -> Cycle:
         """Launch a whole cycle, and send what the host reads of it."""
@@ -175,11 +175,11 @@ class StatefulRecordedLoop(StatefulLoop, RecordedLoop):
     """In constant tensors, with processors that may have a state."""
 
 
-def loop_of(plan: SpeculationPlan, target: Target) -> SpeculativeLoop:
+def loop_of(plan: SpeculationPlan, target: Target) -> GuardedLoop:
     """Return the loop of a call: of a static cache or another, with processors that may have a state or without."""
     is_stateful = plan.watch is not None
     if plan.config.cache_implementation != "static":
-        kind = StatefulLoop if is_stateful else SpeculativeLoop
+        kind = StatefulLoop if is_stateful else GuardedLoop
     elif _is_fixed(target):
         kind = StatefulRecordedLoop if is_stateful else RecordedLoop
     else:

@@ -8,17 +8,21 @@ drafted comes too seldom. In plain decoding, sequences that are further on wait 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from .backbone.target import Target
+from .call.state import StateWatch
 from .contract import DraftTree, TargetOutput
-from .loop import SpeculativeLoop
-from .plan import decode_plainly
+from .guarded import GuardedLoop
+from .plan import SpeculationPlan, decode_plainly
 from .trees.building import up_to
 from .verification.cycles import Cycle
 
 
-class StatefulLoop(SpeculativeLoop):
+class StatefulLoop(GuardedLoop):
     """See the file.
 
     Attributes:
@@ -28,12 +32,16 @@ class StatefulLoop(SpeculativeLoop):
     limits: list[int] | None = None
     is_plain = is_trial = False
 
+    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+        super().__init__(plan, target)
+        self.watch = cast(StateWatch, plan.watch)
+
     def _length(self) -> int:
         return 0 if self.is_trial else super()._length()
 
     def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool = False) -> Tensor:
         """See `SpeculativeLoop`, and the file."""
-        watch, processing, self.limits = self.plan.watch, self.plan.draft_options.processing, None
+        watch, processing, self.limits = self.watch, self.plan.draft_options.processing, None
         tokens, done = self.results.tokens, self.results.done
         if self.is_plain:
             return processing.in_step(tokens, logits, done)
@@ -87,4 +95,4 @@ class StatefulLoop(SpeculativeLoop):
 
     def _undo(self) -> None:
         super()._undo()
-        self.plan.watch.restore()
+        self.watch.restore()

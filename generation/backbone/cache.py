@@ -188,9 +188,7 @@ class CacheLayout:
 
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens, [B, F] int64: the real tokens before each."""
-        offset: int | Tensor = self.block_offset
-        if count > 1:
-            offset = cached_range(offset, count, self.ends.device)
+        offset = self.block_offset if count == 1 else cached_range(self.block_offset, count, self.ends.device)
         return (self.counts[:, None] + offset).clamp_(min=0)
 
     def has_wrapped(self, size: int) -> bool:

@@ -57,6 +57,7 @@ def test_goldens(case):
     torch.testing.assert_close(model(ids, labels=ids).loss, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.by_day("dsv3_d2_trained", "qwen3_next_d1_trained")
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_keeps_every_byte_and_plain_transformers_reads_it(case, tmp_path):
     model = DeepSeekMTP.from_pretrained(GOLDENS / case)
@@ -94,6 +95,7 @@ def test_saving_leaves_the_model_as_it_was(saved):
     assert model.config.to_dict() == before and isinstance(model.config.dtype, torch.dtype)
 
 
+@pytest.mark.nightly
 def test_generate_needs_no_folder_even_after_saving(saved, tmp_path):
     model, ids = DeepSeekMTP.from_pretrained(saved), random_ids(1, 6)
     model.save_pretrained(tmp_path / "elsewhere")
@@ -166,6 +168,7 @@ def test_module_logits_only_where_they_are_wanted():
         model(ids, past_key_values=cache, output_mtp_logits=True)
 
 
+@pytest.mark.nightly
 def test_all_hidden_states_and_attentions():
     model, ids = family_model("llama", attn_implementation="eager"), random_ids()
     out = model(ids, output_hidden_states=True, output_attentions=True)
@@ -219,6 +222,7 @@ def test_wrong_shapes_are_refused(saved):
         DeepSeekMTP.from_pretrained(saved)
 
 
+@pytest.mark.nightly
 def test_a_damaged_file_is_refused(saved):
     data = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -281,6 +285,7 @@ def test_variants_of_files_are_found(saved):
         DeepSeekMTP.from_pretrained(saved, variant="bf16")
 
 
+@pytest.mark.by_day("inferred")
 @pytest.mark.parametrize("devices", ["inferred", {"main": "cpu", "mtp": "cpu"}, {"": "cpu"}])
 def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
     from accelerate import infer_auto_device_map
@@ -295,6 +300,7 @@ def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
     torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.by_day("cpu-disk")
 @pytest.mark.parametrize("main, mtp", [("cpu", "disk"), ("disk", "cpu")])
 @torch.no_grad()
 def test_parts_may_lie_on_different_devices(main, mtp, saved, tmp_path):
@@ -329,6 +335,7 @@ def test_a_state_dict_loads_without_a_directory():
         DeepSeekMTP.from_pretrained(None, config=model.config, state_dict={})
 
 
+@pytest.mark.by_day("deepseek_v3")
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
 def test_a_model_made_on_the_meta_device_initialises_itself(name):
     config = family_config(name, 1)
@@ -343,6 +350,7 @@ def test_a_model_made_on_the_meta_device_initialises_itself(name):
     assert all(0.5 * stds[key] < model.state_dict()[key].std() < 2 * stds[key] for key in stds)
 
 
+@pytest.mark.nightly
 def test_transformers_assisted_loop_does_not_run_on_a_recurrent_main_model():
     model, assistant, ids = family_model("qwen3_next"), family_model("llama"), random_ids(1, 9)
     options = {"do_sample": False, "max_new_tokens": 8}

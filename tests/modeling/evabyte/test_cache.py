@@ -160,6 +160,7 @@ def test_recording_lets_several_forwards_be_rolled_back_together():
     torch.testing.assert_close(logits, full_logits(TEXT[:1, :60])[:, 28:], atol=2e-5, rtol=0)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_drafts_longer_than_a_window(batch):
     prompt = TEXT[:1, :7].repeat(batch, 6)

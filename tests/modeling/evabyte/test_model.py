@@ -174,6 +174,7 @@ def test_fresh_weights_are_all_initialised():
     assert torch.equal(model.model.norm.weight, torch.ones_like(model.model.norm.weight))
 
 
+@pytest.mark.by_day("3", "12")
 @pytest.mark.parametrize("window", [1, 3, 8, 12])
 def test_window_may_differ_from_the_stored_heads(window, tmp_path):
     official = load_file(TRAINED / "model.safetensors")["lm_head.weight"]

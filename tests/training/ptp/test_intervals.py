@@ -37,6 +37,7 @@ def drawn(model, tmp_path, seed=3, **options):
     return found, loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.by_day("categorical-dataset", "one_hot-student")
 @pytest.mark.core_cases("categorical-dataset")
 @pytest.mark.parametrize("sequences", ["dataset", "student"])
 @pytest.mark.parametrize("variant", ["categorical", "one_hot"])

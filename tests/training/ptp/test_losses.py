@@ -91,9 +91,8 @@ def test_no_vocabulary_is_sorted(monkeypatch):
     assert target_probs(torch.randn(2, 500), top_p=0.9).sum() == pytest.approx(2)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_options():
+    for options, message in [
         ({"loss": "mse"}, "loss='mse'"),
         ({"method": "guess"}, "method='guess'"),
         ({"sequences": "web"}, "sequences='web'"),
@@ -104,8 +103,6 @@ def test_no_vocabulary_is_sorted(monkeypatch):
         ({"greedy_share": 1.0}, "greedy_share=.*1.0.*0.*1"),
         ({"method": "inverse", "loss": "kl"}, "method='inverse'.*loss='ce'.*'kl'"),
         ({"method": "inverse", "sequences": "student"}, "method='inverse'.*sequences='dataset'"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        PTPOptions(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PTPOptions(**options)

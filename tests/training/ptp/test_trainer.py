@@ -48,6 +48,9 @@ def task(model, tmp_path, rows, is_training=True, **options):
     return (found.sequences, found.packed, found.completions, (found.u, found.reached)), own
 
 
+@pytest.mark.by_day(
+    "one_hot-ce-dataset", "one_hot-bce-student", "categorical-kl-student", "categorical-reverse_kl-dataset"
+)
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -61,6 +64,7 @@ def test_every_loss_and_source_trains_the_student_alone(variant, loss, sequences
         assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
 
 
+@pytest.mark.by_day("dataset-one_hot", "student-categorical")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_uniforms_pick_the_tokens_under_the_verified_distribution(variant, sequences, tmp_path):
@@ -163,6 +167,7 @@ def test_inverse_training_lowers_the_loss_without_a_teacher(tmp_path):
     assert "num_correct" not in own.state.log_history[0]
 
 
+@pytest.mark.nightly
 def test_a_one_hot_student_learns_what_uniforms_pick(tmp_path):
     data = texts(backbone(), count=64, length=16)
     model = PTPForCausalLM.from_backbone(backbone(), features="threshold", num_slots=3, lora_rank=8)
@@ -232,19 +237,16 @@ def moving() -> PTPForCausalLM:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error", "message"),
-    [
+def test_bad_combinations(tmp_path):
+    for make, options, error, message in [
         (backbone, {}, TypeError, "LlamaForCausalLM"),
         (student, {"method": "inverse"}, ValueError, "variant='categorical'.*'one_hot'"),
         (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "sampling=.*inverse"),
         (moving, {}, ValueError, "base_weight=0.*teacher="),
         (student, {"base_weight": 1.0}, ValueError, "base_weight=1.0"),
-    ],
-)
-def test_bad_combinations(make, options, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        trainer(make(), tmp_path, data=[], **options)
+    ]:
+        with pytest.raises(error, match=message):
+            trainer(make(), tmp_path, data=[], **options)
 
 
 def test_bad_teachers_and_data(tmp_path):

@@ -42,13 +42,13 @@ def plain_pair():
     drafter.detach()
 
 
-@pytest.mark.by_day("mistral")
+@pytest.mark.by_day("llama")
 def test_greedy_alone_and_in_ragged_batches(pair):
     model, drafter, _ = pair
     assert check_greedy(model, drafter, code_prompts(8), new=41) == set(range(BLOCK))
 
 
-@pytest.mark.by_day("spark")
+@pytest.mark.by_day("glimmer")
 def test_drafts_are_those_of_transformers(pair, monkeypatch):
     """Cycle for cycle, as long as there is room for a whole block; texts are longer than windows."""
     model, drafter, small = pair

@@ -124,6 +124,7 @@ def test_layers_with_a_window_keep_what_they_see_of_long_texts(name, cache):
                 place += accepted + 1
 
 
+@pytest.mark.nightly
 def test_recurrent_backbones_roll_back():
     from transformers import Qwen3NextConfig
 
@@ -139,6 +140,7 @@ def test_recurrent_backbones_roll_back():
     check_greedy(model, drafter, prompts(4), new=12)
 
 
+@pytest.mark.nightly
 def test_look_ups_may_draft_between_blocks():
     base, drafter = pair("speculators_dspark")
     cascade = DrafterCascade([SuffixDrafter(num_tokens=3), drafter], least=1.5).attach(base)

@@ -178,6 +178,7 @@ def test_a_copy_is_a_model_of_its_own():
     assert other.mtp.config is other.config is other.main.config
 
 
+@pytest.mark.nightly
 def test_stateful_classes_are_replayed_or_refused_by_name():
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

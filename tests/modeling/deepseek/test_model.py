@@ -272,6 +272,7 @@ def test_of_the_config_only_fields_of_modules_are_judged(fields, refused, tmp_pa
     assert DeepSeekMTP.from_pretrained(tmp_path / "copy", **options).num_modules == 1
 
 
+@pytest.mark.nightly
 def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
     with pytest.raises(ValueError, match="model_type=.gpt2"):

@@ -81,6 +81,7 @@ def test_the_mapping_goes_back_to_every_official_name():
         assert all(torch.equal(state[name], tensor) for name, tensor in official.items())
 
 
+@pytest.mark.nightly
 def test_how_accelerate_places_an_official_directory(tmp_path):
     """With a map it sets tensors by their names in the file, where one has all heads; without one, by a state dict."""
     plain = EvaByteForMTPC.from_pretrained(TRAINED)

@@ -46,7 +46,7 @@ def read(cache):
     return rows
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     nodes=st.integers(2, 40),

@@ -217,6 +217,7 @@ def test_micro_batches_and_evaluation_do_not_depend_on_how_they_are_cut(tmp_path
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.nightly
 def test_registers_learn_to_look_ahead(tmp_path):
     data = [{"input_ids": (torch.arange(14) + shift) % VOCABULARY} for shift in range(VOCABULARY)]
     own = trainer(backbone(), tmp_path, data, steps=80, evaluation=data)

@@ -157,6 +157,7 @@ def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
     assert torch.equal(picked[reached], completions.tokens[reached])
 
 
+@pytest.mark.nightly
 def test_inverse_training_lowers_the_loss_without_a_teacher(tmp_path):
     model = PTPForCausalLM.from_backbone(backbone(), "categorical", num_slots=3)
     model.train_only("all")

@@ -183,9 +183,9 @@ def test_which_rows_draft_is_never_guessed(edited):
 
 
 def test_default_states_are_those_of_the_official_formula(edited):
-    assert layouts.known.default_ids(36, 5) == [1, 9, 17, 25, 33]
-    assert layouts.known.default_ids(32, 5) == [1, 8, 15, 22, 29]
-    assert layouts.known.default_ids(36, 1) == [18]
+    assert layouts.default_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert layouts.default_ids(32, 5) == [1, 8, 15, 22, 29]
+    assert layouts.default_ids(36, 1) == [18]
     open_ids = {"mask_token_id": 90, "block_size": 5}
     assert BlockDrafter.from_pretrained(edited("zlab_llama", dflash_config=open_ids)).feature_layers == [2, 5]
     folder = edited("zlab_llama", dflash_config=open_ids, num_target_layers=None)

@@ -50,6 +50,7 @@ def test_greedy_text_is_the_same_and_drafts_stay_inside(model, threshold):
     assert set().union(*out.speculation.rows_accepted) >= {0, 1}
 
 
+@pytest.mark.nightly
 def test_a_whole_vocabulary_drafts_as_none(model):
     options = GREEDY | {"num_assistant_tokens": 3}
     whole = model.generate(**rows(), draft_vocabulary=torch.randperm(128), **options).speculation
@@ -71,6 +72,7 @@ def test_samples_follow_the_target(model, rule):
     assert cells.any(1).all() and chi_square(cells.long().argmax(1), distribution) > 0.001
 
 
+@pytest.mark.nightly
 def test_processors_that_leave_nothing_to_draft(model):
     kept = [3, 4, 5]
     torch.manual_seed(1)

@@ -88,6 +88,7 @@ def test_shards_are_written_with_an_index_and_leave_none_of_an_earlier_save(save
     assert not list(saved.glob("model-*"))
 
 
+@pytest.mark.nightly
 def test_saving_leaves_the_model_as_it_was(saved):
     model = DeepSeekMTP.from_pretrained(saved)
     before = model.config.to_dict()
@@ -137,6 +138,7 @@ def test_without_modules_it_is_the_plain_model(saved):
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
 
 
+@pytest.mark.nightly
 def test_loading_reports_no_unexpected_tensors(saved):
     for options in ({}, {"inference_only": True}):
         _, report = DeepSeekMTP.from_pretrained(saved, output_loading_info=True, **options)
@@ -279,6 +281,7 @@ def test_unknown_families_are_refused_by_name():
         DeepSeekMTP(config)
 
 
+@pytest.mark.nightly
 def test_variants_of_files_are_found(saved):
     (saved / "model.safetensors").rename(saved / "model.fp16.safetensors")
     assert DeepSeekMTP.from_pretrained(saved, variant="fp16").num_modules == 2

@@ -142,6 +142,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.nightly
 def test_loss_backward_works_with_the_default_cache():
     model = tiny_model().train()
     ids = torch.randint(64, 320, (2, 80))
@@ -196,6 +197,7 @@ def test_cache_of_another_kind_is_refused():
         tiny_model()(torch.ones(1, 3, dtype=torch.long), past_key_values=DynamicCache())
 
 
+@pytest.mark.nightly
 def test_tuple_output_only_when_asked():
     model, ids = tiny_model(), torch.ones(1, 3, dtype=torch.long)
     assert model(ids).logits.shape == (1, 3, 320)

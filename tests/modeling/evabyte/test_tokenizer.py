@@ -142,14 +142,17 @@ def test_padding_is_on_the_left_and_there_are_no_token_type_ids():
     assert EvaByteTokenizer(padding_side="right")(["ab", ""], padding=True)["input_ids"][1] == [1, 0, 0]
 
 
+@pytest.mark.nightly
 def test_truncation_keeps_bos():
     assert TOKENIZER("abcdef", truncation=True, max_length=3)["input_ids"] == [1, 161, 162]
 
 
+@pytest.mark.nightly
 def test_pretokenized_words_are_bytes_too():
     assert TOKENIZER(["aé", "<eos>"], is_split_into_words=True)["input_ids"] == [1, 161, 259, 233, 2]
 
 
+@pytest.mark.nightly
 def test_copies_and_pickles_work():
     for twin in (copy.deepcopy(TOKENIZER), pickle.loads(pickle.dumps(TOKENIZER))):
         assert twin("a<eos>é")["input_ids"] == [1, 161, 2, 259, 233]
@@ -268,6 +271,7 @@ def test_a_saved_folder_names_no_code_files_of_the_folder_read(tmp_path):
         assert ("auto_map" in saved) == (remote_code == "bundle")
 
 
+@pytest.mark.nightly
 def test_a_template_of_ones_own_survives_a_round_trip(tmp_path):
     own = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     EvaByteTokenizer(chat_template=own).save_pretrained(tmp_path)

@@ -141,6 +141,7 @@ def test_adapters_alone_and_names_of_today(run):
     assert_logits(read(run), which="last")
 
 
+@pytest.mark.nightly
 def test_today_s_binary_embedding_has_another_name(tmp_path):
     shutil.copytree(RUNS / "binary", run := tmp_path / "run")
     name = "tinyllama-code-step=12.ckpt"

@@ -6,7 +6,7 @@ import torch
 from tests.ptp_models import backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, trainer
 from tokenahead.generation.tensors.sampling import interval
-from tokenahead.training.ptp.completions import Sequences as CompletionSequences
+from tokenahead.training.ptp.forwards import Sequences as CompletionSequences
 from tokenahead.training.ptp.forwards import Teacher
 from tokenahead.training.ptp.losses import target_probs
 

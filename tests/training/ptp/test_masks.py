@@ -10,7 +10,7 @@ from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 from tokenahead import PTPForCausalLM
 from tokenahead.training import PTPOptions
 from tokenahead.training.ptp.losses import LOSSES
-from tokenahead.training.ptp.readers import MaskReader
+from tokenahead.training.ptp.tasks import MaskReader
 
 
 def masked(**options):

@@ -7,8 +7,7 @@ from transformers import TrainingArguments
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import EvaByteTokenizer
 from tokenahead.training import PTPTrainer
-from tokenahead.training.ptp.completions import Sequences
-from tokenahead.training.ptp.forwards import PackedBatch
+from tokenahead.training.ptp.forwards import PackedBatch, Sequences
 
 
 def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **arguments):

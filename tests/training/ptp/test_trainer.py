@@ -9,8 +9,15 @@ from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.tensors.sampling import pick
 from tokenahead.training import PTPOptions, PTPTrainer
-from tokenahead.training.ptp.completions import Sequences, at_columns, draw_starts
-from tokenahead.training.ptp.forwards import PackedBatch, SlotInputs, Teacher, student_drafts
+from tokenahead.training.ptp.forwards import (
+    PackedBatch,
+    Sequences,
+    SlotInputs,
+    Teacher,
+    at_columns,
+    draw_starts,
+    student_drafts,
+)
 from tokenahead.training.ptp.losses import LOSSES, SEQUENCES, target_probs
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}

@@ -126,11 +126,11 @@ class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizerFast):
         return 256
 
     def __len__(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        return self.backend_tokenizer.get_vocab_size()
 
     def token_bytes(self) -> list[bytes]:
         """Return the bytes of every token, in the order of ids."""
-        tokens = [self._tokenizer.id_to_token(index) for index in range(len(self))]
+        tokens = list(map(str, map(self.backend_tokenizer.id_to_token, range(len(self)))))
         return [bytes([_BYTES[token]]) if token in _BYTES else token.encode() for token in tokens]
 
     def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs: object) -> str:

@@ -47,7 +47,7 @@ from ...generation.tensors.masks import cached_arange, cached_range
 from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, grow, most_nodes
 from ..common.backbone_parts import part_logits
-from .learning import ModuleLearningMixin
+from .losses import ModuleLearningMixin
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""

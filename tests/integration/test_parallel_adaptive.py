@@ -5,7 +5,7 @@ import torch
 
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead.generation.call import schedule as schedules
-from tokenahead.modeling.ptp.slots import split_budget
+from tokenahead.modeling.ptp.session import split_budget
 
 _COUPLED = {"do_sample": True, "verification": "coupled"}
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tokenahead.modeling.ptp.slots import SlotLayout, split_budget
+from tokenahead.modeling.ptp.session import SlotLayout, split_budget
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 0, 1], [1, 4, 2, 3]])

@@ -37,6 +37,7 @@ kinds = pytest.mark.parametrize("kind", MAKE)
 copies = pytest.mark.parametrize("twin_of", COPIES.values(), ids=COPIES)
 
 
+@pytest.mark.by_day(each=1)
 @kinds
 @copies
 def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
@@ -53,6 +54,7 @@ def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
     assert not torch.equal(twin.generate(PROMPT, **OPTIONS), plain)
 
 
+@pytest.mark.by_day(each=1)
 @kinds
 @copies
 def test_a_copied_drafter_is_detached_and_may_be_attached(kind, twin_of):
@@ -106,6 +108,7 @@ def test_two_drafters_share_a_backbone():
         model.generate(PROMPT, assistant_model=ngram, **OPTIONS)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", ["heads", "ngram"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_adapters_of_the_backbone_take_part(kind, when):
@@ -124,6 +127,7 @@ def test_adapters_of_the_backbone_take_part(kind, when):
         assert torch.equal(adapted.generate(input_ids=PROMPT, assistant_model=drafter, **OPTIONS), bare)
 
 
+@pytest.mark.by_day(each=1)
 @kinds
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_pipelines_take_drafters(kind, batch_size):
@@ -215,6 +219,7 @@ WITHIN = MAKE | {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", WITHIN)
 def test_attach_within_the_call_is_refused_by_name(kind, more):
@@ -269,6 +274,7 @@ DEFAULTS = MAKE | {
 }
 
 
+@pytest.mark.by_day("heads", "ngram", "student")
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_the_default_drafts_where_no_assistant_is_named(kind, tmp_path):
     model, told = backbone(), dict(return_dict_in_generate=True)

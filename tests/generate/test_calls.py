@@ -54,12 +54,14 @@ def test_one_backbone_call_per_cycle(trained, monkeypatch):
     assert len(calls) == out.speculation.backbone_calls == 1 + len(out.speculation.accepted)
 
 
+@pytest.mark.by_day("1", "31", "33")
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65])
 def test_prompts_of_any_length(trained, length):
     prompt = torch.arange(64, 64 + length)[None]
     assert torch.equal(trained.generate(prompt, **GREEDY), plain(trained, prompt))
 
 
+@pytest.mark.by_day("1", "4", "11")
 @pytest.mark.parametrize("budget", range(1, 12))
 def test_never_longer_than_asked(trained, budget):
     out = trained.generate(PROMPT, do_sample=False, max_new_tokens=budget)

@@ -70,6 +70,7 @@ class Broken(LogitsProcessor):
         return scores
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_ids_of_32_bits(speculating, rows):
     ids, mask = PROMPT[:rows].int(), {"attention_mask": torch.ones_like(PROMPT[:rows])}
@@ -77,6 +78,7 @@ def test_ids_of_32_bits(speculating, rows):
     assert found.equal(wanted) and found.dtype == wanted.dtype
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("length", [7, 11])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
 def test_sampling_from_no_distribution_raises(speculating, value, length):
@@ -84,6 +86,7 @@ def test_sampling_from_no_distribution_raises(speculating, value, length):
         speculating.generate(do_sample=True, logits_processor=LogitsProcessorList([Broken(value, length)]))
 
 
+@pytest.mark.by_day("heads")
 def test_attentions_are_given_by_plain_decoding_with_one_warning(speculating, caplog):
     speculating.model.set_attn_implementation("eager")
     options = dict(output_attentions=True, return_dict_in_generate=True)
@@ -101,6 +104,7 @@ def test_attentions_are_given_by_plain_decoding_with_one_warning(speculating, ca
         speculating.generate(use_mtp=True, **options)
 
 
+@pytest.mark.by_day("heads")
 def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tmp_path):
     rules, make = [], SampledVerifier.__init__
     monkeypatch.setattr(
@@ -117,6 +121,7 @@ def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tm
     assert rules == ["token", "block", "token"]
 
 
+@pytest.mark.by_day("heads")
 def test_verification_of_a_config_is_checked(speculating):
     speculating.model.generation_config.verification = "blocks"
     with pytest.raises(ValueError, match="verification='blocks'.*'block'.*'token'"):
@@ -124,6 +129,7 @@ def test_verification_of_a_config_is_checked(speculating):
     speculating.generate(verification="block")
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -143,6 +149,7 @@ def test_options_that_cannot_be_meant_are_refused_by_name(speculating, options, 
         speculating.generate(**options)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("use_mtp", [None, False])
 def test_an_early_exit_is_refused_and_cuts_no_layers(speculating, use_mtp):
     before = speculating.model.config.num_hidden_layers
@@ -171,6 +178,7 @@ class Counting(LogitsProcessor):
         return scores.index_fill(1, torch.tensor([self.calls % 40 + 2]), float("-inf"))
 
 
+@pytest.mark.by_day("heads")
 def test_processors_that_count_their_calls_say_so(speculating):
     plain, ours = Counting(marked=False), Counting(marked=True)
     want = speculating.plain(logits_processor=LogitsProcessorList([plain]))
@@ -180,6 +188,7 @@ def test_processors_that_count_their_calls_say_so(speculating):
         speculating.generate(logits_processor=LogitsProcessorList([ours]), use_mtp=True)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_prompt_of_embeddings(speculating, rows):
     """Drafts of heads and n-grams need no ids of the prompt; assistants do, and leave it to plain decoding."""
@@ -230,6 +239,7 @@ def rows_that_end_early(model, **options):
     return model.generate(PROMPT, **(OPTIONS | options)), eos
 
 
+@pytest.mark.by_day("heads")
 def test_a_cache_of_rows_that_ended_early_is_continued(speculating):
     """A second turn for both rows, behind what the first left in the cache."""
     plainly = {} if speculating.options else {"use_mtp": False}
@@ -249,6 +259,7 @@ def test_a_cache_of_rows_that_ended_early_is_continued(speculating):
         assert out[row, -12:].tolist() == want[0, -12:].tolist()
 
 
+@pytest.mark.by_day("heads")
 def test_a_cache_of_inference_mode_is_continued_outside(speculating):
     want = speculating.plain(max_new_tokens=16)
     for plainly in (False, True):
@@ -272,6 +283,7 @@ LOOK_UPS = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", LOOK_UPS)
@@ -288,6 +300,7 @@ def test_look_ups_draft_where_a_prompt_has_embeddings_alone(kind, cache, name):
 UNREAD = [{"draft_tree": {"depth": 1}}, {"verification": "token"}, {"verification": "nonsense"}, {"seed": 3}]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("options", UNREAD, ids=str)
 def test_options_of_our_drafters_are_refused_beside_others(speculating, options):
     message = f"{next(iter(options))}= is not read by prompt_lookup_num_tokens, which drafts here"
@@ -298,6 +311,7 @@ def test_options_of_our_drafters_are_refused_beside_others(speculating, options)
         model.generate(PROMPT[:1], assistant_model=tiny_model(), max_new_tokens=4, **options)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("saved", [False, True], ids=["call", "config"])
 def test_prompt_lookup_beside_a_named_drafter_is_refused(kind, saved):
@@ -315,11 +329,13 @@ def test_a_saved_verification_does_not_hinder_other_drafters():
     assert model.generate(PROMPT[:1], prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False).shape == (1, 11)
 
 
+@pytest.mark.by_day("heads")
 def test_a_tree_is_checked_also_where_nothing_is_drafted(speculating):
     with pytest.raises(ValueError, match="draft_tree='x'"):
         speculating.generate(draft_tree="x", use_mtp=False)
 
 
+@pytest.mark.by_day("heads")
 def test_layers_that_are_contrasted_are_not_forgotten(speculating):
     with pytest.raises(ValueError, match="use_mtp=.*dola_layers=.*'low'"):
         speculating.generate(dola_layers="low", use_mtp=True)

@@ -53,6 +53,7 @@ UNREAD = [
 ]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", ["evabyte", "heads"])
 @pytest.mark.parametrize(("options", "instead"), UNREAD, ids=lambda value: next(iter(value)))
 def test_what_only_loops_of_transformers_read_is_said(kind, options, instead, monkeypatch):

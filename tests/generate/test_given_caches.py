@@ -27,6 +27,7 @@ def goes_on(model, batch, cache, answer, further, **options):
     return torch.equal(again, model.generate(**whole, **common))
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("answer", [{}, {"return_dict_in_generate": True}], ids=["tokens", "dict"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_columns_are_laid_out_as_the_text_is(name, answer):

@@ -40,6 +40,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("length", [1, 12, TABLE - 1, TABLE])
 def test_texts_to_the_last_place(model, kind, length):
@@ -79,6 +80,7 @@ def test_padding_takes_no_place(model):
     assert max(depths[len(depths) // 2 :]) > 1
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("shift", [3, 9])
 def test_positions_of_the_callers_own_end_there_too(model, shift):
     prompt, drafter = text(12), DRAFTERS["chain"](model)

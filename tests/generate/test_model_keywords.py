@@ -129,6 +129,7 @@ def speculates(model, drafter, batch, shows=True, **keywords):
     return out
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.core_cases("[B, 1, V]-ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("shape", ["[V]", "[B, 1, V]", "[1, 1, V]"])
@@ -154,6 +155,7 @@ def test_it_is_repeated_for_several_texts_of_a_prompt():
     assert torch.equal(*texts)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.core_cases("ngram-OfTokens")
 @pytest.mark.parametrize("kind", [Adding, OfTokens, Grown, ByOutputs])
 @pytest.mark.parametrize("drafter", ["ngram", "tree"])
@@ -251,6 +253,7 @@ def test_a_student_with_slots_leaves_it_to_plain_decoding():
     speculates(model, PTPStudent.from_backbone(model, num_slots=3), left_padded(prompts(4)), False, steering=bias(4))
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("drafter", ["ngram", "tree", "heads"])
 @pytest.mark.parametrize("columns", [5, 20])
 def test_states_of_an_encoder_are_attended_to_in_every_forward(drafter, columns):
@@ -266,6 +269,7 @@ def test_states_of_an_encoder_are_attended_to_in_every_forward(drafter, columns)
     speculates(model, made, batch)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("drafter", ["ngram", "tree"])
 @pytest.mark.parametrize("shows", ["image", "text"])
 def test_positions_that_a_model_counts_from_one(drafter, shows):

@@ -106,6 +106,7 @@ def test_what_a_config_says_is_checked_as_what_a_call_says(fields, message):
         model.generate(PROMPT, **PLAIN)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("use_mtp", [None, False])
 @pytest.mark.parametrize("name", ["uniforms", "draft_vocabulary", "seed"])
 def test_tensors_are_refused_on_configs(name, use_mtp):

@@ -48,6 +48,7 @@ def prompts(*lengths):
     return left_padded([torch.randint(2, 48, (length,), generator=generator) for length in lengths])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", [dynamic, longrope])
 @pytest.mark.parametrize("lengths", [(BORDER - 20,), (BORDER - 20, 3, BORDER - 60)], ids=["alone", "ragged"])
@@ -63,6 +64,7 @@ def test_a_text_across_the_border_is_decoded_plainly(kind, drafter, lengths):
         model.generate(**inputs, max_new_tokens=30, assistant_model=assistant, use_mtp=True)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", [dynamic, longrope])
 @pytest.mark.parametrize("lengths", [(9,), (12, 3, 7)], ids=["alone", "ragged"])

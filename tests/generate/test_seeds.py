@@ -31,6 +31,7 @@ def how(rule, many):
     return ({} if rule is None else {"verification": rule}) | ({} if many == 1 else {"best_of": many})
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize(("variant", "rule", "many"), RULES)
 def test_a_row_depends_on_its_seed_and_its_prompt_alone(variant, rule, many):
     model, batch, options = model_of(variant), prompts(), how(rule, many)
@@ -48,6 +49,7 @@ def test_a_row_depends_on_its_seed_and_its_prompt_alone(variant, rule, many):
         assert torch.equal(write(model, batch, length, seed=seeds, **options), text[:, :length])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize(("variant", "rule", "many"), RULES)
 def test_one_seed_gives_every_row_its_own_stream_and_repeats_without_drafts(variant, rule, many):
     model, options = model_of(variant), how(rule, many)

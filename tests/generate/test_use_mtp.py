@@ -54,6 +54,7 @@ class StopAt(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
+@pytest.mark.by_day("15", "18", "21")
 @pytest.mark.parametrize("length", range(15, 24))
 def test_custom_criteria_cut_at_the_first_hit(model, plain, length):
     out = greedy(model, stopping_criteria=StoppingCriteriaList([StopAt(length)]), num_assistant_tokens=4)

@@ -43,6 +43,7 @@ def model_of(name):
     return model
 
 
+@pytest.mark.by_day("falcon", "bloom")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_distances_of_columns_allow_chains_and_no_trees(name):
     model, batch = model_of(name), prompts(4)

@@ -57,6 +57,9 @@ def detaching(drafter):
         each.detach()
 
 
+@pytest.mark.by_day(
+    "greedy-ngram", "sampled-suffix", "greedy-heads", "sampled-eagle 3", "greedy-slots", "sampled-joined"
+)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 def test_huge_drafts_change_nothing(base, kind, options):
@@ -69,6 +72,7 @@ def test_huge_drafts_change_nothing(base, kind, options):
             assert options["do_sample"] or torch.equal(out, wanted)
 
 
+@pytest.mark.by_day("False-suffix", "True-heads", "False-cascade")
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "recycling", "heads", "eagle 1", "cascade"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_huge_trees_change_nothing(base, kind, do_sample):

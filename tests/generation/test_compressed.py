@@ -21,6 +21,7 @@ def model_of(**changes):
     return shake(AutoModelForCausalLM.from_config(family_config("deepseek_v4", 0, **changes))).eval()
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("prompt", [1, 4, 13])
 @pytest.mark.parametrize("rates", [(5, 2), (9, 4), (2, 1)])
 @torch.no_grad()
@@ -54,6 +55,7 @@ def test_single_tokens_in_a_row_behind_uneven_texts():
             torch.testing.assert_close(logits[row, 0], whole[step], atol=2e-5, rtol=0)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_beside_padding_scores_are_those_of_transformers_which_depend_on_it(drafts):
     """Windows count columns, and masks of blocks count tokens: a single token sees more entries than one in a block."""

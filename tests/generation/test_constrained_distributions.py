@@ -83,6 +83,7 @@ def five_tokens(monkeypatch):
     monkeypatch.setattr(tree_worlds, "V", V)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", ["host", "table", "function"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drafts_are_drawn_from_the_masked_conditionals_along_them(shape, kind):
@@ -107,6 +108,7 @@ def test_drafts_are_drawn_from_the_masked_conditionals_along_them(shape, kind):
         masks.extend(chosen, above)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("shape", SHAPES)

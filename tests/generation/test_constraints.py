@@ -68,6 +68,7 @@ def drafter_of(name, model):
     return LOOK_UPS[name]().attach(model)
 
 
+@pytest.mark.by_day("ff-chain", "hydra-tree", "suffix-tree")
 @pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", [*HEADS, *LOOK_UPS])
 def test_all_ways_to_say_one_distribution_draft_alike(name, options):
@@ -123,6 +124,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 @pytest.mark.parametrize("name", ["ff", "hydra", *LOOK_UPS])
 def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
@@ -255,6 +257,7 @@ DEAD_END = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("way", DEAD_END)
 def test_a_state_that_allows_nothing_is_named_once_the_text_reaches_it(way, do_sample):
@@ -395,6 +398,7 @@ def test_grammars_that_cannot_be_read_are_refused(monkeypatch):
         GrammarConstraint(tokenizer, regex="a")
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 @pytest.mark.parametrize("is_apart", [False, True])

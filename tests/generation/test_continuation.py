@@ -44,6 +44,7 @@ def given(batch, name):
     return {}
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("branches", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", ["none", "token_type_ids", "position_ids"])
 def test_inputs_of_single_tokens_go_on(name, branches):
@@ -67,6 +68,7 @@ def test_one_row_of_them_serves_all_rows_and_all_texts(name):
     assert torch.equal(model.generate(**batch, **more, **GREEDY, assistant_model=drafter), plain)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("branches", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("rows", ["image", "image and text"])
 def test_positions_behind_an_image(rows, branches):

@@ -35,6 +35,7 @@ def ragged(lengths, vocabulary):
     return left_padded([row[:length] for row, length in zip(ids, lengths)])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("prompt", [1, 4, 13])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kinds", KINDS)
@@ -72,6 +73,7 @@ def test_padding_is_no_input_of_convolutions_and_counts_as_columns():
     assert not torch.allclose(alone.logits[0], plain.logits[0][1:2], atol=1e-3)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("vocabulary", [3, 96])
 @torch.no_grad()
 def test_drafts_in_ragged_batches_are_what_modules_say_of_whole_texts(vocabulary):

@@ -60,6 +60,7 @@ def sizes_of(model):
     return sizes
 
 
+@pytest.mark.by_day("llama-chains", "gemma3-trees", "qwen3-trees", "mistral-chains")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_stay_while_sequences_leave(name, kind):
@@ -76,6 +77,7 @@ def test_texts_stay_while_sequences_leave(name, kind):
     assert sizes[0] == 8 and sizes == sorted(sizes, reverse=True) and sizes[-1] < 5, sizes
 
 
+@pytest.mark.by_day("heads", "assistant")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafters_go_on_with_all_sequences(kind):
     model = backbone()
@@ -119,6 +121,7 @@ def adapted(**options):
     return model.eval()
 
 
+@pytest.mark.by_day("heads")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_adapters_per_sequence_stay_with_their_sequences(name):
     model, (batch, options) = adapted(), batch_of(4)

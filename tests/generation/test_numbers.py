@@ -102,6 +102,18 @@ def warned(caplog):
     logging.getLogger("transformers").propagate = False
 
 
+@pytest.mark.by_day(
+    "ff-few NaN",
+    "hmm-zeros",
+    "hmm--inf",
+    "btree-inf",
+    "layer-few NaN",
+    "EAGLE-1-huge",
+    "EAGLE-3-few NaN",
+    "assistant-inf",
+    "cascade-few NaN",
+    "student, categorical-few NaN",
+)
 @pytest.mark.parametrize(
     ("name", "way"),
     [(name, way) for name in DRAFTERS for way in WAYS if way in ("few NaN", "inf") or name in ("ff", "hmm", "EAGLE-1")],
@@ -121,6 +133,7 @@ def test_numbers_of_a_drafter_leave_the_text_alone(name, way, warned):
     assert sampled.shape == (3, 4 + NEW) and len(warned()) <= 1
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("way", ["few NaN", "inf", "zeros"])
 @pytest.mark.parametrize("name", WITHIN)
 def test_numbers_of_a_model_that_drafts_for_itself_leave_the_text_alone(name, way, warned):
@@ -145,6 +158,7 @@ def test_adapters_that_overflow_in_half_precision_leave_the_text_alone(scale, wa
     assert len(warned()) <= 1
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"remove_invalid_values": True}])
 @pytest.mark.parametrize("eager", [False, True])
 def test_slots_that_are_nan_leave_the_text_alone_on_every_cache(options, eager, warned):
@@ -167,6 +181,7 @@ CACHES = {
 }  # fmt: skip
 
 
+@pytest.mark.by_day("llama, static", "gemma3", "qwen3_next")
 @pytest.mark.parametrize("name", CACHES)
 def test_a_drafted_token_that_overflows_the_backbone_leaves_the_text_alone(name, warned):
     kind = name.partition(",")[0]
@@ -204,6 +219,7 @@ GREEDY = [{}, {"repetition_penalty": 1.1}]
 SAMPLED = [{"do_sample": True}, {"do_sample": True, "top_k": 3}]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("options", GREEDY + SAMPLED, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["n-grams", "EAGLE-1", "student, one_hot"])
@@ -271,6 +287,7 @@ def test_infinite_scores_of_processors_decide_as_in_plain_decoding(name, warned)
     assert not warned()
 
 
+@pytest.mark.by_day("ff", "student, categorical")
 @pytest.mark.parametrize("name", ["ff", "hmm", "EAGLE-1", "student, one_hot", "student, categorical"])
 def test_sampled_text_has_the_backbones_distribution(name):
     base, count, options = llama(), 600, dict(do_sample=True, top_k=4)
@@ -296,6 +313,7 @@ def test_the_loop_of_transformers_is_given_no_such_drafts(name, warned):
     assert len(warned()) == 1 and type(drafter).__name__ in warned()[0]
 
 
+@pytest.mark.by_day("ff", "DeepSeekMTP")
 @pytest.mark.parametrize("name", ["ff", "EAGLE-1", "student, one_hot", "DeepSeekMTP"])
 def test_a_checkpoint_that_is_not_finite_is_loaded_with_a_warning(name, tmp_path, warned):
     model = WITHIN[name]() if name in WITHIN else DRAFTERS[name](llama())

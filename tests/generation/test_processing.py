@@ -174,6 +174,7 @@ def check_mix(names: list[str], growth: list[int]) -> None:
     assert torch.equal(logits, before)  # the raw logits are recorded too
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.core_cases("warpers last-one row")
 @pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 @pytest.mark.parametrize("mix", MIXES)
@@ -181,6 +182,7 @@ def test_mixed_lists(mix, growth):
     check_mix(MIXES[mix], growth)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("growth", [GROWTHS["two groups"], GROWTHS["equal rows"]], ids=["ragged", "equal"])
 @pytest.mark.parametrize("name", MAKE)
 def test_each_processor_alone(name, growth):
@@ -245,6 +247,7 @@ TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
 """Parents: two children of b, two of the first, a grandchild, and a child of the second."""
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("growth", [[2, 2], [1, 3, 0]], ids=["equal", "ragged"])
 @pytest.mark.parametrize(
     "names",

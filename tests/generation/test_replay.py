@@ -31,6 +31,7 @@ def states(cache):
     ]
 
 
+@pytest.mark.by_day("kimi_linear", "qwen3_next")
 @pytest.mark.parametrize("name", RECURRENT)
 @torch.no_grad()
 def test_every_row_keeps_its_own_number_of_tokens(name):
@@ -115,6 +116,7 @@ def other_backbone(name):
     return shake(AutoModelForCausalLM.from_config(config)).eval()
 
 
+@pytest.mark.by_day("mamba")
 @pytest.mark.core_cases("nemotron_h")
 @pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "lfm2", "mamba"])
 def test_drafters_of_any_kind_speculate_on_recurrent_backbones(name, caplog):

@@ -40,6 +40,7 @@ def texts():
     return torch.randint(2, 48, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
 @pytest.mark.parametrize("step", [1, 8])
 def test_room_grows_and_rings_are_laid_out_anew(name, step, monkeypatch):

@@ -220,6 +220,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.by_day("Counter-1", "InPlace-4", "Drawing-4", "Matcher-1", "closure-4")
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("make", MOVING)
 def test_texts_are_those_of_plain_decoding(model, make, rows):
@@ -243,6 +244,7 @@ def test_state_of_classes_and_modules(model, make):
     drafter.detach()
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("make", [Biased, Prepared, Remembers])
 def test_stateless_processors_keep_their_drafts(model, make, rows):

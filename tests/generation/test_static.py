@@ -66,6 +66,7 @@ def decoded(model, drafter, seed, **options):
     return set().union(*out.speculation.rows_accepted)
 
 
+@pytest.mark.by_day("llama-trees", "gemma3-chains")
 @pytest.mark.core_cases("gpt2-chains")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
@@ -79,6 +80,7 @@ def test_one_graph_verifies_the_blocks_of_all_calls(name, kind, monkeypatch):
     assert graphs() == 0 and accepted == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.by_day("unsure heads", "grown tree")
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -105,6 +107,7 @@ def addresses(model):
     return {place: tensor.data_ptr() for place, tensor in buffers_module._KEPT[model].tensors.items()}
 
 
+@pytest.mark.by_day("gemma3-True")
 @pytest.mark.parametrize(("name", "returns"), [("llama", False), ("llama", True), ("gemma3", True), ("gpt_oss", False)])
 def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
     model, batch, other = model_of(name), left_padded(prompts(4)), left_padded(prompts(4, seed=6))
@@ -128,6 +131,7 @@ def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
         assert torch.equal(again, model.generate(**batch, **GREEDY | {"max_new_tokens": NEW + 8}))
 
 
+@pytest.mark.nightly
 def test_what_a_call_kept_goes_with_its_model_and_fits_only_its_sizes():
     model = model_of("llama")
     drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
@@ -192,6 +196,7 @@ def test_outputs_of_a_compiled_forward_are_kept():
         torch.testing.assert_close(torch.stack(one), torch.stack(other), atol=1e-9, rtol=0)
 
 
+@pytest.mark.by_day("mistral")
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_what_is_returned_goes_on_as_a_cache_of_any_length(name):
     model, batch = model_of(name), left_padded(prompts(4))
@@ -228,6 +233,7 @@ def test_drafts_stop_at_the_end_of_a_table_of_positions():
     assert torch.equal(model.generate(prompt, **options).sequences, plain) and graphs() == 1
 
 
+@pytest.mark.nightly
 def test_models_with_modules_verify_in_it():
     model = family_model("deepseek_v3")
     ids = torch.randint(2, 24, (2, 9))
@@ -236,6 +242,7 @@ def test_models_with_modules_verify_in_it():
     assert graphs() == 1
 
 
+@pytest.mark.by_day("quadratic")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -259,6 +266,7 @@ def test_slots_ride_along_in_one_graph(model, options):
         accepted |= set().union(*out.speculation.rows_accepted)
 
 
+@pytest.mark.nightly
 def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
     model, batch = student(), left_padded(prompts(4, VOCABULARY))
     for extra in ({}, {"best_of": 2}):
@@ -270,6 +278,7 @@ def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
         assert torch.equal(model.generate(**batch, **sampled, **static), expected) and graphs() == 0
 
 
+@pytest.mark.nightly
 def test_slots_of_an_attached_student_ride_along():
     model, drafter = ptp_backbone(), PTPStudent.from_model(student())
     drafter.attach(model)
@@ -320,6 +329,7 @@ WINDOWED = {
 }
 
 
+@pytest.mark.by_day("mistral-trees", "phi3-chains")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_texts_leave_the_window_that_all_layers_have(name, kind, monkeypatch):

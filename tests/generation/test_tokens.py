@@ -36,6 +36,7 @@ def assert_rows(tokens: Sequences, rows: list[list[int]]) -> None:
         assert tokens.ids[index, : len(row)].tolist() == row
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_grow_at_their_own_pace(batch, seed):

@@ -40,6 +40,7 @@ def depth_of(parents: list[int]) -> int:
     return int(DraftTree(torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents])).positions().max())
 
 
+@pytest.mark.by_day(each=2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("warp", WARPS)
@@ -52,6 +53,7 @@ def test_emitted_distribution_of_drawn_trees_is_the_targets(shape, warp, replace
     assert error < 1e-12, float(error)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("seed", range(12))
@@ -73,6 +75,7 @@ def depth_in(parents: list[int], node: int) -> int:
     return 0 if node < 0 else 1 + depth_in(parents, parents[node])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (3, 1), (2, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("warp", WARPS)
@@ -96,6 +99,7 @@ def test_enumeration_notices_certain_children_that_pass_for_draws(rule):
     assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_emitted_distribution_of_certain_trees_is_the_targets(shape, warp):
@@ -147,6 +151,7 @@ def test_enumeration_notices_drawn_children_that_were_dropped(rule):
     assert (emitted_distribution(world, kept, chance, rule) - world.target()).abs().max() > 1e-3
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("replacement", [False, True])
 def test_enumeration_notices_the_wrong_kind_of_draws(replacement, rule):
@@ -222,6 +227,7 @@ def traverse(tree: DraftTree, p: torch.Tensor) -> list[tuple[int, torch.Tensor, 
         descend(parent)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_recursion_is_traversal_verification(shape, replacement):
@@ -253,6 +259,7 @@ def random_chain(dtype: torch.dtype, rows: int = 64, length: int = 4) -> tuple[t
     return draft, q, p
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize(("rule", "chain_rule"), [("token", token_acceptance), ("block", block_acceptance)])
@@ -282,6 +289,7 @@ def drawn_batch(count: int, dtype: torch.dtype) -> tuple[DraftTree, torch.Tensor
     return DraftTree(tree.tokens[rows], tree.parents[rows], tree.probs[rows].to(dtype)), p.to(dtype), world
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", RULES)
 def test_verify_tree_emits_the_targets_distribution(rule, dtype):
@@ -309,6 +317,7 @@ def test_verify_tree_uses_its_generator_only(rule):
     assert not torch.equal(runs[0][2], runs[2][2])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3, 2.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
@@ -377,6 +386,7 @@ def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
         assert (accept[rows, count:] == 0).all()
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", [[-1, -1, 0, 1], [-1, 0, 1], [-1, 0, 0, 1]])
 def test_nodes_may_lose_all_their_children_whatever_was_drawn(shape, rule):
@@ -422,6 +432,7 @@ def test_an_unknown_rule_is_refused():
         tree_acceptance(DraftTree.chain(draft, q), p, "coin")
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("counts", [None, torch.tensor([5, 2])])
 @pytest.mark.parametrize("replacement", [False, True])
 def test_verification_never_makes_the_host_wait(replacement, counts):

@@ -183,6 +183,7 @@ def test_excluded_tokens_are_drafted_last():
     assert tree.parents.tolist() == [[-1, -1, 0, 0, 1, 1]] * 2
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -198,6 +199,7 @@ def test_impossible_sizes_are_refused(grow, options, message):
         grow(torch.zeros(1, 4), None, **options)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("depth", [1, 2])

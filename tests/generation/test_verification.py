@@ -137,6 +137,7 @@ def expected_accepted(world: World, rule: str) -> float:
     return float((counts @ torch.arange(world.length + 1.0, dtype=torch.float64)) @ drawn)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES)
@@ -181,6 +182,7 @@ def test_an_equal_drafter_is_always_accepted(rule):
     assert expected_accepted(case, rule) == pytest.approx(3, abs=1e-12)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("name", GOLDENS)
 @pytest.mark.parametrize(("rule", "accept_key"), [("token", "token_accept"), ("block", "block_h")])
 def test_goldens(name, rule, accept_key):
@@ -192,6 +194,7 @@ def test_goldens(name, rule, accept_key):
     torch.testing.assert_close(accepted_distribution(rule, accept), data[f"{rule}_len_prob"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("name", GOLDENS)
 @pytest.mark.parametrize("rule", RULES)
 def test_goldens_in_float32(name, rule):
@@ -220,6 +223,7 @@ def drawn_by(way: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) ->
     return accepted, tokens.gather(1, accepted[:, None])[:, 0]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", WAYS)
 @pytest.mark.parametrize(("kind", "length"), [("random", 1), ("random", 3), ("zeros in both", 3), ("greedy draft", 2)])
@@ -234,6 +238,7 @@ def test_verify_draws_from_the_distributions(kind, length, rule, dtype):
     assert chi_square(cells, distribution.flatten()) > 1e-4
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.core_cases("token-random")
 @pytest.mark.parametrize("kind", ["random", "zeros in both", "greedy draft"])
 @pytest.mark.parametrize("rule", WAYS)
@@ -270,6 +275,7 @@ def close_pair(rows: int, length: int, size: int, noise: float) -> tuple[torch.T
     return p.softmax(-1), q.softmax(-1)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3, 2.0])
 @pytest.mark.parametrize("rule", WAYS)
 def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
@@ -284,6 +290,7 @@ def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
         assert accepted.float().mean() > 3.9
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 @pytest.mark.parametrize("rule", RULES)
 def test_an_excluded_draft_is_refused_by_every_uniform(rule, uniform, monkeypatch):

@@ -63,6 +63,7 @@ def watched(model):
     return held, seen
 
 
+@pytest.mark.by_day("mistral-KnowingChains", "gemma3_text-KnowingTrees", "llama4_text-KnowingChains")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees])
 @pytest.mark.parametrize("name", NAMES)
 def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind, step):
@@ -84,6 +85,7 @@ def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind
     assert 0 < max(held) <= -(-(WINDOW + 1 + NODES) // step) * step and max(seen) > 8 * WINDOW
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees])
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
 def test_generation_continues_behind_rows_that_ended_early(name, kind):
@@ -135,6 +137,7 @@ def test_modules_with_a_window_hold_no_more_either(lag, step, monkeypatch):
     assert set().union(*whole.rows_accepted) == {0, 1, 2, 3}
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_assistants_forget_as_their_targets_do(name, step):
     model, texts = backbone(name), prompts()

@@ -85,6 +85,7 @@ HOOKED = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("place", HOOKED)
 def test_hooks_that_come_and_go(variant, place):
@@ -109,6 +110,7 @@ def test_hooks_that_were_there():
     agrees(base, apart)
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_hooks_on_the_model_itself(family):
     base, apart = attached(family=family)

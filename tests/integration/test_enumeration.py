@@ -119,6 +119,7 @@ def emitted(rule, q, p, shares=None):
     return distribution, target
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree", "mask"])
@@ -132,6 +133,7 @@ def test_the_emitted_distribution_is_the_targets(kind, rule, warp):
         assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("warp", ["plain", "top_p"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["ff", "hmm", "btree"])

@@ -20,6 +20,7 @@ def generate(model, prompt, drafter, **options):
     return assisted_generate(model, prompt, drafter, attention_mask=torch.ones_like(prompt), **options)
 
 
+@pytest.mark.by_day("heads")
 @pytest.mark.parametrize("kind", MAKE)
 def test_sampled_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3]])

@@ -33,6 +33,7 @@ NEW, DRAFT = 30, 4
 NEW_GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_step_of_a_padded_batch_waits_for_the_device(name, monkeypatch):
     """transformers looks at the mask of a single token; from the second drafted token on there is none to look at."""
@@ -150,6 +151,7 @@ def adapted(**options):
     return get_peft_model(blurred(backbone(), 0.3), LoraConfig(target_modules=["q_proj"], **options))
 
 
+@pytest.mark.by_day("both")
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -112,6 +112,7 @@ def tiny(variant, **options):
     return model.eval()
 
 
+@pytest.mark.by_day("independent-block-1", "categorical-coupled-3")
 @pytest.mark.parametrize(
     ("variant", "rule", "many"),
     [
@@ -192,6 +193,7 @@ def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_process
         assert (torch.stack(first.scores)[torch.arange(NEW_TOKENS), row, text[-NEW_TOKENS:]] > -torch.inf).all()
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 @pytest.mark.parametrize("features", ["bits", "arithmetic", "threshold", "scalar", "interpolate"])
 def test_save_load_and_generate(variant, features, tmp_path):

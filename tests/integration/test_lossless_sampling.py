@@ -28,6 +28,7 @@ def target_probs(target, **options):
     return continuation_distribution(target, PROMPT, LENGTH, **options)
 
 
+@pytest.mark.by_day("all-block")
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampled_distribution(name, rule):
@@ -48,6 +49,7 @@ def test_a_wrong_distribution_is_found():
     assert p_value(out[:, PROMPT.shape[1] :], target_probs(target, top_k=0, temperature=0.9)) < 1e-6
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_apart", [False, True], ids=["own", "apart"])
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_sampled_distribution_in_the_assisted_loop_of_transformers(name, is_apart, monkeypatch):
@@ -69,6 +71,7 @@ def _shaken(drafter, seed=6):
     return drafter
 
 
+@pytest.mark.by_day("heads-token")
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("owner", ["evabyte", "heads"])
 def test_sampled_distribution_of_draft_lora(owner, rule):

@@ -22,6 +22,7 @@ def write(model, lengths=(5, 1, 9, 2), **options):
     return model.generate(**batch, **how)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("sampler", ["mlp", "none"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_greedy_text_is_plain_greedy_text(budget, sampler):

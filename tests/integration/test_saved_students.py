@@ -31,6 +31,7 @@ def pair(variant="one_hot", base=None):
     return whole, PTPStudent.from_model(copy.deepcopy(whole)), copy.deepcopy(base)
 
 
+@pytest.mark.by_day("categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 def test_a_folder_of_its_own(variant, tmp_path):
     whole, apart, base = pair(variant)
@@ -50,6 +51,7 @@ def test_a_folder_of_its_own(variant, tmp_path):
     assert "generate" not in vars(base)
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_other_backbones(family):
     whole, apart, base = pair(base=backbone(CONFIGS[family]()).double())
@@ -142,6 +144,7 @@ def test_what_is_refused():
         PTPStudent(type(apart.config)())
 
 
+@pytest.mark.by_day("one_hot")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 def test_the_assisted_loop_of_transformers_is_refused_by_name(variant):
     whole, apart, base = pair(variant)

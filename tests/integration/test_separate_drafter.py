@@ -49,6 +49,7 @@ def test_greedy_text_is_the_larger_models(variant):
     assert "generate" not in vars(large)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 6}])
 def test_the_same_uniforms_pick_the_same_tokens(variant, how):
@@ -95,6 +96,7 @@ def test_a_row_depends_on_its_seed_and_prompt_alone(variant, rule):
     assert torch.equal(write(large, seed=[3, 4, 5, 6], **options, max_new_tokens=8)[:, -8:], text[:, :8])
 
 
+@pytest.mark.by_day("one_hot-coupled", "categorical-block")
 @pytest.mark.parametrize(("variant", "rule"), [("one_hot", "coupled"), ("one_hot", "token"), ("categorical", "block"),
                                                ("categorical", "token"), ("categorical", "coupled")])  # fmt: skip
 def test_sampled_text_follows_the_larger_model(variant, rule):

@@ -20,6 +20,7 @@ LAST = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 2, "total_tokens": 8}, "joined"], ids=str)
 @pytest.mark.parametrize("last", LAST)
 def test_greedy_text_is_the_backbones(last, tree):
@@ -136,6 +137,7 @@ class MeddlingSession(DraftSession):
         return DraftTree.chain(guess)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("joins", [False, True], ids=["first", "joined"])
 @pytest.mark.parametrize("number", [1, 4], ids=["alone", "ragged"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
@@ -199,6 +201,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("last", BEHIND)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_drafter_catches_up_where_one_row_ended_long_before(name, last):
@@ -225,6 +228,7 @@ def test_translated_drafts_are_the_assistants_own_after_tokens_that_others_draft
     assert found[0] == found[1]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("joins", [False, True], ids=["first", "joined"])
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("rule", ["block", "token"])

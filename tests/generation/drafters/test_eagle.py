@@ -58,6 +58,7 @@ def test_greedy_text_is_the_backbones_own(trained_pair, name):
     assert out.speculation.backbone_calls < 30
 
 
+@pytest.mark.by_day("sliding window")
 @pytest.mark.parametrize(
     ("family", "changes"),
     [(Qwen3Config, dict(head_dim=8)), (MistralConfig, dict(sliding_window=6))],
@@ -91,6 +92,7 @@ class _Watched(EagleSession):
         return tree
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypatch):
     head, prompts = trained_pair

@@ -46,11 +46,13 @@ def plain_pair():
     drafter.detach()
 
 
+@pytest.mark.by_day("clusters")
 def test_greedy_alone_and_in_ragged_batches(pair):
     model, drafter = pair
     assert check_greedy(model, drafter, prompts(8), new=14) == set(range(DRAFT + 1))
 
 
+@pytest.mark.by_day("small")
 def test_drafts_are_made_from_verified_rows_alone(pair):
     """Every draft of every row of a ragged batch is made again by transformers from that row's own finished text."""
     model, drafter = pair
@@ -72,6 +74,7 @@ def test_drafts_are_made_from_verified_rows_alone(pair):
 WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
 
 
+@pytest.mark.by_day("token-warped", "clusters-block-warped")
 @pytest.mark.parametrize(
     ("clusters", "rule", "processors"),
     [(False, "block", {}), (False, "token", WARPED), (True, "block", WARPED), (True, "token", {})],

@@ -51,6 +51,7 @@ def tiny(kind, vocabulary=V, dtype=torch.float64, base=LlamaConfig, **changes):
     return shaken(MTPHeads.from_backbone(base, window=4, **KINDS[kind]), 0.3).eval()
 
 
+@pytest.mark.by_day("cp", "btree", "hmm-context", "hydra++", "layer")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_follows_a_path_is_the_exact_conditional(kind):
     heads = tiny(kind, vocabulary=5)
@@ -62,6 +63,7 @@ def test_what_follows_a_path_is_the_exact_conditional(kind):
         torch.testing.assert_close(found, want[..., length, :], atol=1e-12, rtol=0)
 
 
+@pytest.mark.by_day("ff-1", "hmm-context-2", "hydra++-1", "btree-3")
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_draft_reads_the_distribution_of_the_whole_window(kind, length):
@@ -92,6 +94,7 @@ def test_what_no_draft_reads_is_not_computed():
         assert counter.get_total_flops() == 2 * 32 * 320 * places * rank + sums
 
 
+@pytest.mark.by_day("btree", "hmm-context")
 @pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
 def test_every_node_has_the_distribution_of_its_own_path(kind):
     heads = tiny(kind, vocabulary=5)
@@ -122,6 +125,7 @@ class _BehindPrompts(World):
         assert self.p.shape == (2, first_of_length(3), V)
 
 
+@pytest.mark.by_day(each=1)
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("warp", WARPS)
@@ -132,6 +136,7 @@ def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, 
     assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
+@pytest.mark.by_day(each=1)
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("window", [3, 4, 5, 8])
@@ -186,6 +191,7 @@ def _all_draws(heads, processing, monkeypatch):
     return _BehindPrompts(heads.backbone, texts, processing), tree, chance
 
 
+@pytest.mark.by_day("btree-qwen3", "hydra-evabyte")
 @pytest.mark.parametrize(("kind", "name"), [("ff", "mistral"), ("btree", "qwen3"), ("hydra", "evabyte")])
 def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(kind, name):
     model = backbone(name)
@@ -199,6 +205,7 @@ def test_a_fixed_shape_is_drafted_and_keeps_paths_of_every_length():
     assert check_greedy(model, heads, prompts(8), new=20, draft_tree=CHOICES) == {0, 1, 2, 3}
 
 
+@pytest.mark.by_day("ff", "btree", "layer")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_keeps_more_than_a_chain(kind):
     model, counts = backbone(), {}
@@ -213,6 +220,7 @@ def test_a_tree_keeps_more_than_a_chain(kind):
     assert counts["tree"] > counts["chain"] > 0
 
 
+@pytest.mark.by_day("btree")
 @pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
 def test_sampled_text_from_fixed_shapes_has_the_backbones_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
@@ -228,6 +236,7 @@ def test_sampled_text_from_fixed_shapes_has_the_backbones_distribution(kind):
     assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
+@pytest.mark.by_day("ff-True", "hmm-context-False", "hydra-True", "layer-False")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_growing_never_makes_the_host_wait(kind, do_sample):

@@ -42,6 +42,7 @@ def test_greedy_output_is_the_backbones_own_alone_and_in_ragged_batches(kind):
         assert all(mine[: len(own)] == own or own[: len(mine)] == mine for mine, own in zip(*both))
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", ["hydra++", "layer", "layer-weighted"])
 @pytest.mark.parametrize("family", ["full", "sliding"])
 def test_the_cache_of_heads_that_attend_gives_what_a_whole_pass_gives(kind, family, monkeypatch):

@@ -57,6 +57,7 @@ def _options(draft_tree, num_tokens):
     )  # fmt: skip
 
 
+@pytest.mark.by_day(each=1)
 @torch.no_grad()
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "mistral"])

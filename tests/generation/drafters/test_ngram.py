@@ -50,6 +50,7 @@ def proposals(branches, texts):
     return NgramSession(options, LONGEST, branches).propose(rows_of(texts), LENGTH)
 
 
+@pytest.mark.by_day("0", "1", "2")
 @pytest.mark.parametrize("seed", range(20))
 def test_chains_follow_the_longest_and_latest_match(seed):
     rng = random.Random(seed)
@@ -63,6 +64,7 @@ def test_chains_follow_the_longest_and_latest_match(seed):
             assert tree.tokens[row].tolist() == continuation(text, places[0])
 
 
+@pytest.mark.by_day("0", "1", "2")
 @pytest.mark.parametrize("seed", range(20))
 def test_trees_hold_the_best_places_once(seed):
     rng, branches = random.Random(seed), 3

@@ -62,6 +62,7 @@ def test_branches_and_vectors_keep_apart():
     ]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("repeats_pick", [False, True])
 @pytest.mark.parametrize("budget", [1, 2, 4, 7, 9])
 @pytest.mark.parametrize("survival", [(0.9, 0.6, 0.5), (0.3, 0.1, 0.05), (0.99, 0.98, 0.97)])

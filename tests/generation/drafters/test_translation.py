@@ -38,6 +38,7 @@ def pair(name="llama", size=46, kind="bytes", translate=None):
     return model, AssistantDrafter(speaker(name, size, kind, 40), DRAFT, **both, translate=translate).attach(model)
 
 
+@pytest.mark.by_day("llama-46-bytes-text", "gpt2-58-bytes-vocabulary")
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize("name, size, kind", ASSISTANTS)
 def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
@@ -48,6 +49,7 @@ def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
     assert {0, 1, 2} <= seen
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize("name, size, kind", ASSISTANTS)
 def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate, monkeypatch):
@@ -69,6 +71,7 @@ def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate
     assert any(again) or translate == "vocabulary"
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("size, kind", [(46, "bytes"), (56, "words")])
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_texts_grow_as_they_are(size, kind, step):
@@ -120,6 +123,7 @@ def test_special_tokens_are_read_where_both_have_them():
     assert apart.open([[first.bos_token_id]])[0].ids  # something must be read
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize(
@@ -147,6 +151,7 @@ def test_the_emitted_distribution_is_the_targets(warp, rule, own_ids, ids):
 WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
 
 
+@pytest.mark.by_day("token-warped", "text-warped")
 @pytest.mark.parametrize(
     ("translate", "rule", "processors"),
     [("vocabulary", "block", {}), ("vocabulary", "token", WARPED), ("text", "block", WARPED), (None, "block", {})],
@@ -193,6 +198,7 @@ def test_the_call_of_transformers():
     ngrams.detach()
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.core_cases("assistant_confidence_threshold-text", "assistant_confidence_threshold-vocabulary")
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize(

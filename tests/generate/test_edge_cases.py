@@ -18,7 +18,6 @@ from tokenahead import (
     RecyclingDrafter,
     SuffixDrafter,
 )
-from tokenahead.generation import generate as mixins
 from tokenahead.generation.verification.verifiers import SampledVerifier
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
@@ -87,24 +86,6 @@ def test_sampling_from_no_distribution_raises(speculating, value, length):
 
 
 @pytest.mark.by_day("heads")
-def test_attentions_are_given_by_plain_decoding_with_one_warning(speculating, caplog):
-    speculating.model.set_attn_implementation("eager")
-    options = dict(output_attentions=True, return_dict_in_generate=True)
-    if not speculating.options:  # EVA keeps no attention weights
-        options.pop("return_dict_in_generate")
-    mixins.logger.warning_once.cache_clear()
-    outputs = [speculating.generate(**options) for _ in range(2)]
-    assert sum("because of output_attentions=True" in record.message for record in caplog.records) == 1
-    if speculating.options:
-        want = speculating.plain(**options)
-        for out in outputs:
-            assert len(out.attentions) == len(want.attentions) == 12 and not hasattr(out, "speculation")
-            assert torch.equal(out.sequences, want.sequences)
-    with pytest.raises(ValueError, match="use_mtp=.*output_attentions="):
-        speculating.generate(use_mtp=True, **options)
-
-
-@pytest.mark.by_day("heads")
 def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tmp_path):
     rules, make = [], SampledVerifier.__init__
     monkeypatch.setattr(
@@ -157,12 +138,6 @@ def test_an_early_exit_is_refused_and_cuts_no_layers(speculating, use_mtp):
         speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
     assert speculating.model.config.num_hidden_layers == before
     assert len(speculating.model.get_decoder().layers) == before
-
-
-def test_continuous_batching_is_refused_by_name():
-    for model in (tiny_model(), student()):
-        with pytest.raises(ValueError, match="generate_batch"):
-            model.generate_batch([[5, 6, 7]])
 
 
 class Counting(LogitsProcessor):
@@ -231,34 +206,6 @@ def test_parallel_prediction_takes_embeddings(variant):
         model(prompt, inputs_embeds=embeds)
 
 
-def rows_that_end_early(model, **options):
-    """Plain decoding of two rows; the first ends after a few tokens: its output, and an eos id."""
-    free = model.generate(PROMPT, **(OPTIONS | options))
-    eos = next(int(token) for place, token in enumerate(free[0, 7:]) if place > 1 and token not in free[1])
-    options = options | dict(eos_token_id=eos, pad_token_id=0, return_dict_in_generate=True)
-    return model.generate(PROMPT, **(OPTIONS | options)), eos
-
-
-@pytest.mark.by_day("heads")
-def test_a_cache_of_rows_that_ended_early_is_continued(speculating):
-    """A second turn for both rows, behind what the first left in the cache."""
-    plainly = {} if speculating.options else {"use_mtp": False}
-    begun, eos = rows_that_end_early(speculating.model, **plainly)
-    ends = [row.index(eos) + 1 if eos in row else len(row) for row in begun.sequences.tolist()]
-    assert ends[0] < ends[1]
-    asked = torch.tensor([[20, 21, 22], [23, 24, 25]])
-    mask = torch.arange(begun.sequences.shape[1]) < torch.tensor(ends)[:, None]
-    turn = torch.cat([begun.sequences, asked], dim=1)
-    out = speculating.generate(
-        turn, attention_mask=torch.nn.functional.pad(mask, (0, 3), value=True).long(),
-        past_key_values=begun.past_key_values,
-    )  # fmt: skip
-    for row, end in enumerate(ends):
-        alone = torch.cat([begun.sequences[row, :end], asked[row]])[None]
-        want = speculating.plain(alone, attention_mask=torch.ones_like(alone))
-        assert out[row, -12:].tolist() == want[0, -12:].tolist()
-
-
 @pytest.mark.by_day("heads")
 def test_a_cache_of_inference_mode_is_continued_outside(speculating):
     want = speculating.plain(max_new_tokens=16)
@@ -297,20 +244,6 @@ def test_look_ups_draft_where_a_prompt_has_embeddings_alone(kind, cache, name):
     assert model.generate(**options, do_sample=True, assistant_model=drafter).shape == want.shape
 
 
-UNREAD = [{"draft_tree": {"depth": 1}}, {"verification": "token"}, {"verification": "nonsense"}, {"seed": 3}]
-
-
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("options", UNREAD, ids=str)
-def test_options_of_our_drafters_are_refused_beside_others(speculating, options):
-    message = f"{next(iter(options))}= is not read by prompt_lookup_num_tokens, which drafts here"
-    with pytest.raises(ValueError, match=message):
-        speculating.generate(PROMPT[:1], attention_mask=None, prompt_lookup_num_tokens=2, **options)
-    model = tiny_model()
-    with pytest.raises(ValueError, match=f"{next(iter(options))}= is not read by assistant_model"):
-        model.generate(PROMPT[:1], assistant_model=tiny_model(), max_new_tokens=4, **options)
-
-
 @pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("saved", [False, True], ids=["call", "config"])
@@ -321,21 +254,3 @@ def test_prompt_lookup_beside_a_named_drafter_is_refused(kind, saved):
     options = {} if saved else {"prompt_lookup_num_tokens": 2}
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2.*assistant_model"):
         speculating.generate(PROMPT[:1], attention_mask=None, **options)
-
-
-def test_a_saved_verification_does_not_hinder_other_drafters():
-    model = tiny_model()
-    model.generation_config.verification = "token"
-    assert model.generate(PROMPT[:1], prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False).shape == (1, 11)
-
-
-@pytest.mark.by_day("heads")
-def test_a_tree_is_checked_also_where_nothing_is_drafted(speculating):
-    with pytest.raises(ValueError, match="draft_tree='x'"):
-        speculating.generate(draft_tree="x", use_mtp=False)
-
-
-@pytest.mark.by_day("heads")
-def test_layers_that_are_contrasted_are_not_forgotten(speculating):
-    with pytest.raises(ValueError, match="use_mtp=.*dola_layers=.*'low'"):
-        speculating.generate(dola_layers="low", use_mtp=True)

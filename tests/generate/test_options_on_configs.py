@@ -12,7 +12,6 @@ from tests.models import tiny_model
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter, NgramDrafter
 from tokenahead.generation import plan as plan_module
-from tokenahead.generation.trees.growth import tree_options
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
 PLAIN = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
@@ -63,10 +62,6 @@ def test_a_tree_on_a_config_serves_attached_heads_too():
     assert torch.equal(out.sequences, model.generate(PROMPT, **PLAIN).sequences)
 
 
-def test_a_tree_from_json_is_what_it_was():
-    assert tree_options(json.loads(json.dumps(PATHS))) == tree_options(PATHS)
-
-
 @pytest.mark.core
 def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     model = student()
@@ -78,14 +73,6 @@ def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     assert torch.equal(model.generate(PROMPT, slot_budget="linear", **sampled), want)
     other = model.generate(PROMPT, slot_budget="linear", seed=4, **sampled)
     assert torch.equal(model.generate(PROMPT, generation_config=config, seed=4), other)
-
-
-def test_a_draft_vocabulary_of_a_saved_config_is_read(tmp_path):
-    model = modules()
-    config = saved(tmp_path, draft_vocabulary=[4, 5, 6], **PLAIN)
-    out = model.generate(PROMPT, generation_config=config)
-    assert {token for draft in out.speculation.drafts for token in draft} <= {4, 5, 6}
-    assert out.speculation.vocabulary_coverage is not None
 
 
 @pytest.mark.parametrize(
@@ -104,21 +91,6 @@ def test_what_a_config_says_is_checked_as_what_a_call_says(fields, message):
         setattr(model.generation_config, name, value)
     with pytest.raises(ValueError, match=message):
         model.generate(PROMPT, **PLAIN)
-
-
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("use_mtp", [None, False])
-@pytest.mark.parametrize("name", ["uniforms", "draft_vocabulary", "seed"])
-def test_tensors_are_refused_on_configs(name, use_mtp):
-    for model in (student(), tiny_model()):
-        with pytest.raises(ValueError, match=f"{name} is set on a GenerationConfig, which holds what can be saved"):
-            config = GenerationConfig(**{name: torch.zeros(1, 12)}, **PLAIN)
-            model.generate(PROMPT, generation_config=config, use_mtp=use_mtp)
-        setattr(model.generation_config, name, torch.zeros(1, 12))
-        with pytest.raises(ValueError, match=f"pass {name}= to generate itself"):
-            model.generate(PROMPT, **PLAIN, use_mtp=use_mtp)
-    with pytest.raises(ValueError, match="GenerationConfig"):
-        tiny_model().generate(PROMPT, generation_config=GenerationConfig(uniforms=[[0.5] * 8], **PLAIN))
 
 
 OTHERS = {

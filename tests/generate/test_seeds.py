@@ -1,6 +1,5 @@
 """A seed of parallel token prediction repeats a run; a row's text depends on its seed and its prompt alone."""
 
-import numpy
 import pytest
 import torch
 from transformers import StaticCache
@@ -109,19 +108,6 @@ def test_a_static_cache_decodes_plainly_with_the_same_uniforms(given):
 def test_what_a_seed_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         write(model_of("one_hot"), [ids(3)], 3, **options)
-
-
-def test_a_number_of_numpy_is_a_seed():
-    model = model_of("one_hot")
-    plain = write(model, [ids(3)], 3, seed=7)
-    assert torch.equal(write(model, [ids(3)], 3, seed=numpy.int64(7)), plain)
-    assert torch.equal(write(model, [ids(3)], 3, seed=numpy.array([7])), write(model, [ids(3)], 3, seed=[7]))
-
-
-def test_an_assistant_of_somebody_else_reads_no_seed():
-    model = model_of("one_hot")
-    with pytest.raises(ValueError, match="seed=.*assistant_model"):
-        write(model, [ids(3)], 3, seed=1, assistant_model=backbone(seed=4).double())
 
 
 def test_without_a_seed_torch_says_what_is_drawn():

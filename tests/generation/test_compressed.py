@@ -73,12 +73,6 @@ def test_beside_padding_scores_are_those_of_transformers_which_depend_on_it(draf
     assert not torch.allclose(alone.logits[0], plain.logits[0][1:2], atol=1e-3)
 
 
-def test_trees_are_refused_by_name():
-    model = family_model("deepseek_v4")
-    with pytest.raises(ValueError, match="deepseek_v4: .*compressed windows.*draft_tree"):
-        model.generate(random_ids(1, 5), draft_tree={"top_k": 2}, max_new_tokens=4, do_sample=False)
-
-
 def test_a_model_of_this_kind_may_be_an_assistant():
     """Of itself: every draft is accepted."""
     model, ids = family_model("deepseek_v4", 1, vocab_size=4).main, random_ids(3, 9) % 4

@@ -20,7 +20,6 @@ from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
 from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 V = 48
 TREE = {"draft_tree": {"top_k": 3, "total_tokens": 12}}
@@ -142,21 +141,6 @@ def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
         assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("options", [{}, TREE, {"draft_tree": [(0,), (1,), (0, 0)]}], ids=["chain", "tree", "fixed"])
-def test_sampled_text_has_the_backbones_distribution(options):
-    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
-    heads = train_heads(model, steps=20, **HEADS["hmm"])
-    constraint = dict(bad_words_ids=[[4, 4], [3]], begin_suppress_tokens=[2], top_k=0, temperature=1.0)
-    torch.manual_seed(3)
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=6, num_return_sequences=3_000,
-        assistant_model=heads, return_dict_in_generate=True, **constraint, **options,
-    )  # fmt: skip
-    assert all(token != 3 for row in out.speculation.rows_drafts for draft in row for token in draft)
-    distribution = continuation_distribution(model, prompt, 3, **constraint)
-    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
-
-
 def test_a_model_without_the_constraints_tokens_drafts_what_is_allowed():
     """The conditional has no mass on what is allowed: any allowed token is drafted, and its distribution says so."""
     processing = Processing(LogitsProcessorList([library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1, 2], 1)]))
@@ -178,16 +162,6 @@ def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):
                 prefix_allowed_tokens_fn=lambda row, prefix: [4, 6] if len(prefix) % 3 else [5, 6, 8], **options,
             )  # fmt: skip
             assert set(out[0, ids.shape[1] :].tolist()) <= {4, 5, 6, 8}
-
-
-def test_calls_without_constraints_know_nothing_of_them():
-    tokens = Sequences(torch.tensor([[3, 4]]))
-    plain = [library.TemperatureLogitsWarper(0.5), library.RepetitionPenaltyLogitsProcessor(1.2)]
-    assert Processing(LogitsProcessorList(plain)).masks(tokens, True) is None
-    suppressed = Processing(LogitsProcessorList([library.SuppressTokensLogitsProcessor([1])]))
-    assert suppressed.masks(tokens, True) is None and suppressed.masks(tokens, False) is not None
-    over = Processing(LogitsProcessorList([library.MinLengthLogitsProcessor(2, [1])]))
-    assert over.masks(tokens, False) is None
 
 
 def test_tables_never_make_the_host_wait():
@@ -296,15 +270,6 @@ def test_masks_beyond_the_vocabulary_are_refused(way, message):
     drafter = NgramDrafter().attach(model)
     with pytest.raises(ValueError, match=message):
         model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=4, **way)
-
-
-def test_tables_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="next_states.*0 to 5.*0 to 2"):
-        TableAutomaton(torch.full((3, 4), 5).index_fill(0, torch.tensor([0]), 0), torch.ones(3, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="start=3"):
-        TableAutomaton(torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool), start=3)
-    with pytest.raises(ValueError, match=r"\(3, 4\) and \(3, 5\)"):
-        TableAutomaton(torch.zeros(3, 4), torch.ones(3, 5, dtype=torch.bool))
 
 
 class Liar(LogitsProcessor):

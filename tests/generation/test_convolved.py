@@ -106,12 +106,6 @@ def test_sequences_that_have_ended_are_left_out():
     assert len({len(row) for row in out.speculation.rows_accepted}) > 1
 
 
-def test_trees_are_refused_by_name():
-    model = family_model("inkling_text")
-    with pytest.raises(ValueError, match="inkling_text: .*short convolutions.*draft_tree"):
-        model.generate(random_ids(1, 5), draft_tree={"top_k": 2}, max_new_tokens=4, do_sample=False)
-
-
 def test_a_model_of_this_kind_may_have_any_drafter_and_be_an_assistant():
     model, ids = family_model("inkling_text", 1, vocab_size=4).main, random_ids(3, 9) % 4
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=19, do_sample=False, pad_token_id=0)

@@ -325,11 +325,3 @@ def test_a_checkpoint_that_is_not_finite_is_loaded_with_a_warning(name, tmp_path
     assert not warned()
     type(model).from_pretrained(tmp_path / "damaged")
     assert len(warned()) == 1 and tensor.removeprefix("main.") in warned()[0] and "damaged" in warned()[0]
-
-
-def test_heads_of_other_tools_that_are_not_finite_are_loaded_with_a_warning(tmp_path, warned):
-    heads = DRAFTERS["medusa"](llama())
-    hurt(list(heads.parameters())[:1], "inf")
-    heads.export(tmp_path, "medusa")
-    MTPHeads.from_official(tmp_path)
-    assert len(warned()) == 1 and str(tmp_path) in warned()[0]

@@ -9,13 +9,12 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
-from tests.families import CHUNKED, family_config, family_model, shake
+from tests.families import CHUNKED, family_config, shake
 from tests.gemma4_models import gemma4
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
-from tests.ptp_models import backbone as ptp_backbone
 from tests.tree_drafters import KnowingChains, KnowingTrees
-from tokenahead import NgramDrafter, PTPStudent
+from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone import static as static_module
@@ -233,15 +232,6 @@ def test_drafts_stop_at_the_end_of_a_table_of_positions():
     assert torch.equal(model.generate(prompt, **options).sequences, plain) and graphs() == 1
 
 
-@pytest.mark.nightly
-def test_models_with_modules_verify_in_it():
-    model = family_model("deepseek_v3")
-    ids = torch.randint(2, 24, (2, 9))
-    plain = model.generate(ids, **GREEDY, use_mtp=False)
-    assert torch.equal(model.generate(ids, **GREEDY, **STATIC, compile_config=compiled()).sequences, plain)
-    assert graphs() == 1
-
-
 @pytest.mark.by_day("quadratic")
 @pytest.mark.parametrize(
     ("model", "options"),
@@ -278,18 +268,6 @@ def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
         assert torch.equal(model.generate(**batch, **sampled, **static), expected) and graphs() == 0
 
 
-@pytest.mark.nightly
-def test_slots_of_an_attached_student_ride_along():
-    model, drafter = ptp_backbone(), PTPStudent.from_model(student())
-    drafter.attach(model)
-    for seed, number in ((5, 1), (6, 0)):
-        batch = left_padded(prompts(4, VOCABULARY, seed=seed))
-        plain = model.generate(**batch, **GREEDY)
-        graphs()
-        out = model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, compile_config=compiled())
-        assert torch.equal(out.sequences, plain) and graphs() == number
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "glm_moe_dsa"])
 def test_layers_that_take_no_fixed_room_decode_plainly(name):
     torch.manual_seed(0)
@@ -297,13 +275,6 @@ def test_layers_that_take_no_fixed_room_decode_plainly(name):
     drafter = NgramDrafter().attach(model)
     with pytest.raises(ValueError, match="use_mtp=True.*cache_implementation='static'"):
         model.generate(torch.randint(2, 24, (1, 9)), **GREEDY, **STATIC, assistant_model=drafter)
-
-
-def test_words_that_nobody_knows_are_named():
-    model = backbone()
-    drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match="cache_implementation.*statical"):
-        model.generate(torch.full((1, 4), 5), cache_implementation="statical", assistant_model=drafter)
 
 
 def test_texts_that_must_outgrow_a_table_of_positions_are_refused():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -26,7 +26,6 @@ from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDrafter
 from tokenahead.generation.assistant.session import AssistantSession
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4
@@ -68,20 +67,6 @@ def test_ngram_statistics_hold_what_was_found(branches):
     found = [draft for draft in out.speculation.rows_drafts[0] if draft]
     assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
     assert max(map(len, found)) == 3 * branches
-
-
-def test_sampled_distribution_of_ragged_rows():
-    """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
-    model = backbone("mistral", vocabulary=5, seed=2)
-    drafter = AssistantDrafter(blurred(model, 0.5), num_tokens=3).attach(model)
-    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
-    out = model.generate(
-        **left_padded(batch * 2_000), do_sample=True, top_k=0, max_new_tokens=6, assistant_model=drafter,
-        num_assistant_tokens_schedule="adaptive",
-    )  # fmt: skip
-    for row, prompt in enumerate(batch):
-        distribution = continuation_distribution(model, prompt[None], 3, top_k=0)
-        assert continuation_p_value(out[row::2, 8:11], distribution) > 0.001
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.9])
@@ -187,9 +172,3 @@ def test_an_assistant_of_adapters_is_saved_and_loaded(tmp_path):
         assert torch.equal(out.sequences, plain)
         drafts.append(out.speculation.rows_drafts)
     assert drafts[0] == drafts[1] == drafts[2]
-
-
-def test_prompts_of_peft_are_refused_by_name():
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ValueError, match="PeftModelForCausalLM.*prompts"):
-        AssistantDrafter(get_peft_model(blurred(backbone(), 0.3), config))

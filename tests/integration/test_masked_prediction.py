@@ -84,16 +84,3 @@ def test_the_same_uniforms_pick_the_same_tokens():
     want = write(model, use_mtp=False, **how).sequences
     for budget in BUDGETS:
         assert torch.equal(write(model, slot_budget=budget, **how).sequences, want)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slot_budget": "cubic"}, "slot_budget=.*'cubic'.*'quadratic'.*'linear'"),
-        ({"slot_budget": 0}, "slot_budget=.*0.*1"),
-        ({"best_of": 2, "do_sample": True, "verification": "coupled"}, "uniforms"),
-    ],
-)
-def test_bad_input_to_generate(options, message):
-    with pytest.raises(ValueError, match=message):
-        write(masked(), **options)

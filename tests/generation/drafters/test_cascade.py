@@ -20,27 +20,6 @@ LAST = {
 }
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 2, "total_tokens": 8}, "joined"], ids=str)
-@pytest.mark.parametrize("last", LAST)
-def test_greedy_text_is_the_backbones(last, tree):
-    joins, tree = tree == "joined", None if tree == "joined" else tree
-    if tree and last == "assistant":
-        pytest.skip("assistants draft chains")
-    model, batch = backbone("qwen3"), left_padded(prompts(5, seed=3))
-    plain = model.generate(**batch, max_new_tokens=40, do_sample=False, pad_token_id=0)
-    suffix = SuffixDrafter(factor=2.0)
-    cascade = DrafterCascade([suffix, LAST[last](model)], joins=joins).attach(model)
-    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0, assistant_model=cascade, draft_tree=tree)
-    calls = []
-    for _ in range(2):
-        out = model.generate(**batch, **options, return_dict_in_generate=True)
-        assert out.sequences.equal(plain)
-        calls.append(out.speculation.backbone_calls)
-    assert calls[1] < calls[0] / 1.5
-    assert max(map(max, out.speculation.rows_depths)) > 3  # beyond a tree's depth
-
-
 class KnowsTheBeginning(AttachableDrafter):
     """A look-up that knows how a text begins, and is sure of that much alone."""
 

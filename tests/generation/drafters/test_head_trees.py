@@ -14,7 +14,7 @@ from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
-from tokenahead import EvaByteCache, EvaByteConfig, EvaByteForMTPC, MTPHeads
+from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.trees import building as growth
@@ -191,14 +191,6 @@ def _all_draws(heads, processing, monkeypatch):
     return _BehindPrompts(heads.backbone, texts, processing), tree, chance
 
 
-@pytest.mark.by_day("btree-qwen3", "hydra-evabyte")
-@pytest.mark.parametrize(("kind", "name"), [("ff", "mistral"), ("btree", "qwen3"), ("hydra", "evabyte")])
-def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(kind, name):
-    model = backbone(name)
-    heads = train_heads(model, steps=30, **KINDS[kind])
-    assert check_greedy(model, heads, prompts(8), new=20, **TREE) == {0, 1, 2, 3}
-
-
 def test_a_fixed_shape_is_drafted_and_keeps_paths_of_every_length():
     model = backbone()
     heads = train_heads(model, steps=30, **KINDS["cp"])
@@ -278,14 +270,3 @@ def test_trees_are_checked_at_the_door(given, message):
     heads = MTPHeads.from_backbone(model, window=4)
     with pytest.raises(ValueError, match=message):
         model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)
-
-
-@pytest.mark.core
-def test_backbones_that_take_chains_only_say_so(monkeypatch):
-    base, prompt = backbone("evabyte"), torch.tensor([[7, 8]])
-    with pytest.raises(ValueError, match="draft_tree=.*EvaByteForMTPC.*nothing"):
-        base.generate(prompt, draft_tree=dict(depth=1), max_new_tokens=4)
-    heads = MTPHeads.from_backbone(base, window=3)
-    monkeypatch.setattr(EvaByteCache, "takes_trees", False)
-    with pytest.raises(ValueError, match="EvaByteCache.*chains.*trees"):
-        base.generate(prompt, assistant_model=heads, draft_tree=dict(depth=1), max_new_tokens=4)

@@ -167,11 +167,11 @@ def test_attach_within_the_call_is_refused_by_name(kind, more):
         assert vars(model).keys() == before.keys() and model.generate(PROMPT, **OPTIONS).equal(plain)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "assistant", "suffix", "heads", "eagle", "cascade"])
-def test_another_models_drafter_asks_for_attach(kind):
-    drafter = WITHIN[kind](backbone())
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
+def test_another_models_drafter_asks_for_attach():
+    for kind in ["ngram", "assistant", "suffix", "heads", "eagle", "cascade"]:
+        drafter = WITHIN[kind](backbone())
+        with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+            backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
 
 
 DEFAULTS = MAKE | {

@@ -1,5 +1,6 @@
 """Calls of `generate` that once crashed, lied or drafted silently: they work now, or say what is wrong."""
 
+import itertools
 import json
 
 import pytest
@@ -187,23 +188,23 @@ def test_a_prompt_of_embeddings(speculating, rows):
     assert torch.equal(got, speculating.plain(again, attention_mask=mask))
 
 
-@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
-def test_parallel_prediction_takes_embeddings(variant):
-    model, prompt = student(variant), ids(2, 6)
-    embeds, options = model.get_input_embeddings()(prompt), dict(max_new_tokens=8, do_sample=False)
-    mask = torch.ones_like(prompt)
-    want = model.generate(prompt, attention_mask=mask, use_mtp=False, **options)
-    out = model.generate(inputs_embeds=embeds, attention_mask=mask, use_mtp=True, **options)
-    assert torch.equal(out, want[:, 6:])
-    with torch.no_grad():
-        torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(prompt).logits)
-        slots = torch.rand(2, 3)
-        first, second = model(prompt, uniforms=slots), model(inputs_embeds=embeds, uniforms=slots)
-    torch.testing.assert_close(first.logits, second.logits)
-    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
-        model()
-    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
-        model(prompt, inputs_embeds=embeds)
+def test_parallel_prediction_takes_embeddings():
+    for variant in ["one_hot", "categorical"]:
+        model, prompt = student(variant), ids(2, 6)
+        embeds, options = model.get_input_embeddings()(prompt), dict(max_new_tokens=8, do_sample=False)
+        mask = torch.ones_like(prompt)
+        want = model.generate(prompt, attention_mask=mask, use_mtp=False, **options)
+        out = model.generate(inputs_embeds=embeds, attention_mask=mask, use_mtp=True, **options)
+        assert torch.equal(out, want[:, 6:])
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(prompt).logits)
+            slots = torch.rand(2, 3)
+            first, second = model(prompt, uniforms=slots), model(inputs_embeds=embeds, uniforms=slots)
+        torch.testing.assert_close(first.logits, second.logits)
+        with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
+            model()
+        with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
+            model(prompt, inputs_embeds=embeds)
 
 
 @pytest.mark.by_day("heads")
@@ -244,13 +245,11 @@ def test_look_ups_draft_where_a_prompt_has_embeddings_alone(kind, cache, name):
     assert model.generate(**options, do_sample=True, assistant_model=drafter).shape == want.shape
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("saved", [False, True], ids=["call", "config"])
-def test_prompt_lookup_beside_a_named_drafter_is_refused(kind, saved):
-    speculating = Speculating(kind)
-    if saved:
-        speculating.model.generation_config.prompt_lookup_num_tokens = 2
-    options = {} if saved else {"prompt_lookup_num_tokens": 2}
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2.*assistant_model"):
-        speculating.generate(PROMPT[:1], attention_mask=None, **options)
+def test_prompt_lookup_beside_a_named_drafter_is_refused():
+    for kind, saved in itertools.product(MAKE, [False, True]):
+        speculating = Speculating(kind)
+        if saved:
+            speculating.model.generation_config.prompt_lookup_num_tokens = 2
+        options = {} if saved else {"prompt_lookup_num_tokens": 2}
+        with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2.*assistant_model"):
+            speculating.generate(PROMPT[:1], attention_mask=None, **options)

@@ -1,5 +1,6 @@
 """Drafts that know the constraint: what is drafted under them, what is asked, and what is refused."""
 
+import itertools
 import json
 import logging
 import re
@@ -231,16 +232,14 @@ DEAD_END = {
 }
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("way", DEAD_END)
-def test_a_state_that_allows_nothing_is_named_once_the_text_reaches_it(way, do_sample):
-    model, ids = backbone(), torch.arange(4, 12)[None]
-    heads = train_heads(model, steps=20, **HEADS["ff"])
-    common = dict(attention_mask=torch.ones_like(ids), assistant_model=heads, do_sample=do_sample)
-    model.generate(ids, max_new_tokens=4, **common, **DEAD_END[way]())
-    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn|PrefixConstrained|TableAutomaton"):
-        model.generate(ids, max_new_tokens=9, **common, **DEAD_END[way]())
+def test_a_state_that_allows_nothing_is_named_once_the_text_reaches_it():
+    for do_sample, way in itertools.product([False, True], DEAD_END):
+        model, ids = backbone(), torch.arange(4, 12)[None]
+        heads = train_heads(model, steps=20, **HEADS["ff"])
+        common = dict(attention_mask=torch.ones_like(ids), assistant_model=heads, do_sample=do_sample)
+        model.generate(ids, max_new_tokens=4, **common, **DEAD_END[way]())
+        with pytest.raises(ValueError, match="prefix_allowed_tokens_fn|PrefixConstrained|TableAutomaton"):
+            model.generate(ids, max_new_tokens=9, **common, **DEAD_END[way]())
 
 
 class Wide(AutomatonProcessor):
@@ -255,21 +254,18 @@ class Whole(Wide):
         return torch.zeros(V)
 
 
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
+def test_masks_beyond_the_vocabulary_are_refused():
+    for way, message in [
         ({"prefix_allowed_tokens_fn": lambda row, ids: [3, V]}, f"token {V}.*{V - 1}"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [-1]}, "token -1"),
         ({"logits_processor": [Wide()]}, f"Wide.*{V + 1}.*{V - 1}"),
         ({"logits_processor": [only(torch.ones(V + 1).bool())]}, f"TableAutomaton.*{V}.*{V - 1}"),
         ({"logits_processor": [Whole()]}, "Whole.*float32.*bool"),
-    ],
-)
-def test_masks_beyond_the_vocabulary_are_refused(way, message):
-    model, ids = backbone(), prompts(1)[0][None]
-    drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match=message):
-        model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=4, **way)
+    ]:
+        model, ids = backbone(), prompts(1)[0][None]
+        drafter = NgramDrafter().attach(model)
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=4, **way)
 
 
 class Liar(LogitsProcessor):
@@ -314,25 +310,25 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("drafts", [{}, {"drafter": True}], ids=["own heads", "assistant"])
-def test_grammars_are_kept_to_with_drafts_that_know_them(drafts):
-    pytest.importorskip("llguidance")
-    tokenizer = AutoTokenizer.from_pretrained(BOX)
-    model = AutoModelForCausalLM.from_pretrained(BOX, dtype="float32").eval()
-    constraint, calls = GrammarConstraint(tokenizer, regex=r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}"), []
-    inputs = tokenizer("x = ", return_tensors="pt")
-    common = dict(max_new_tokens=40, logits_processor=[constraint], return_dict_in_generate=True)
-    if drafts:
-        drafts = {"assistant_model": NgramDrafter().attach(model)}
-    plain = model.generate(**inputs, do_sample=False, use_mtp=False, **common).sequences
-    for do_sample in (False, True):
-        torch.manual_seed(1)
-        out = model.generate(**inputs, do_sample=do_sample, **common, **drafts)
-        text = tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert re.fullmatch(r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}", text)
-        assert do_sample or torch.equal(out.sequences, plain)
-        calls.append(out.speculation.backbone_calls)
-    assert drafts or calls[0] < 14
+def test_grammars_are_kept_to_with_drafts_that_know_them():
+    for drafts in [{}, {"drafter": True}]:
+        pytest.importorskip("llguidance")
+        tokenizer = AutoTokenizer.from_pretrained(BOX)
+        model = AutoModelForCausalLM.from_pretrained(BOX, dtype="float32").eval()
+        constraint, calls = GrammarConstraint(tokenizer, regex=r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}"), []
+        inputs = tokenizer("x = ", return_tensors="pt")
+        common = dict(max_new_tokens=40, logits_processor=[constraint], return_dict_in_generate=True)
+        if drafts:
+            drafts = {"assistant_model": NgramDrafter().attach(model)}
+        plain = model.generate(**inputs, do_sample=False, use_mtp=False, **common).sequences
+        for do_sample in (False, True):
+            torch.manual_seed(1)
+            out = model.generate(**inputs, do_sample=do_sample, **common, **drafts)
+            text = tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            assert re.fullmatch(r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}", text)
+            assert do_sample or torch.equal(out.sequences, plain)
+            calls.append(out.speculation.backbone_calls)
+        assert drafts or calls[0] < 14
 
 
 def test_json_schemas_are_kept_to():

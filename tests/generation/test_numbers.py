@@ -235,14 +235,16 @@ def test_a_backbone_that_is_not_finite_is_an_error(name, value, options, warned)
     assert base.generate(PROMPT, max_new_tokens=4, assistant_model=drafter).shape == (3, 8)
 
 
-@pytest.mark.parametrize("name", WITHIN)
-def test_a_model_that_drafts_for_itself_and_is_not_finite_is_an_error(name):
-    model = WITHIN[name]()
-    with torch.no_grad():
-        next(p for n, p in model.named_parameters() if n.endswith("norm.weight") and "mtp" not in n).fill_(float("nan"))
-    for options in ({}, {"do_sample": True}):
-        with pytest.raises(ValueError, match="sequence 0: the scores of the backbone.*not finite"):
-            model.generate(PROMPT, max_new_tokens=NEW, **options)
+def test_a_model_that_drafts_for_itself_and_is_not_finite_is_an_error():
+    for name in WITHIN:
+        model = WITHIN[name]()
+        with torch.no_grad():
+            next(p for n, p in model.named_parameters() if n.endswith("norm.weight") and "mtp" not in n).fill_(
+                float("nan")
+            )
+        for options in ({}, {"do_sample": True}):
+            with pytest.raises(ValueError, match="sequence 0: the scores of the backbone.*not finite"):
+                model.generate(PROMPT, max_new_tokens=NEW, **options)
 
 
 def test_sequences_that_have_ended_may_hold_anything():
@@ -287,19 +289,20 @@ def test_infinite_scores_of_processors_decide_as_in_plain_decoding(name, warned)
     assert not warned()
 
 
-@pytest.mark.by_day("ff", "student, categorical")
-@pytest.mark.parametrize("name", ["ff", "hmm", "EAGLE-1", "student, one_hot", "student, categorical"])
-def test_sampled_text_has_the_backbones_distribution(name):
-    base, count, options = llama(), 600, dict(do_sample=True, top_k=4)
-    drafter = DRAFTERS[name](base)
-    hurt(own_parameters(drafter), "few NaN")
-    want = continuation_distribution(base, PROMPT[:1], 2, top_k=4)
-    torch.manual_seed(3)
-    prompts = PROMPT[:1].expand(count, -1)
-    text = base.generate(prompts, max_new_tokens=2, assistant_model=drafter, num_assistant_tokens=3, **options)[:, 4:]
-    cells = {pair: index for index, pair in enumerate(want)}
-    drawn = torch.tensor([cells[tuple(pair)] for pair in text.tolist()])
-    assert chi_square(drawn, torch.tensor(list(want.values()))) > 1e-4
+def test_sampled_text_has_the_backbones_distribution():
+    for name in ["ff", "hmm", "EAGLE-1", "student, one_hot", "student, categorical"]:
+        base, count, options = llama(), 600, dict(do_sample=True, top_k=4)
+        drafter = DRAFTERS[name](base)
+        hurt(own_parameters(drafter), "few NaN")
+        want = continuation_distribution(base, PROMPT[:1], 2, top_k=4)
+        torch.manual_seed(3)
+        prompts = PROMPT[:1].expand(count, -1)
+        text = base.generate(prompts, max_new_tokens=2, assistant_model=drafter, num_assistant_tokens=3, **options)[
+            :, 4:
+        ]
+        cells = {pair: index for index, pair in enumerate(want)}
+        drawn = torch.tensor([cells[tuple(pair)] for pair in text.tolist()])
+        assert chi_square(drawn, torch.tensor(list(want.values()))) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["ff", "EAGLE-1", "assistant"])

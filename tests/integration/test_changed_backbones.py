@@ -67,13 +67,13 @@ class Steered(torch.nn.Module):
         return self.layer(*args, **kwargs) + self.vector
 
 
-@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
-def test_drafts_are_those_of_the_whole_model(variant):
-    base = backbone(seed=2).double()
-    whole = student(variant, base).eval()
-    want = write(whole, return_dict_in_generate=True).speculation.rows_drafts
-    apart = PTPStudent.from_model(whole).attach(base)
-    assert write(base, assistant_model=apart, return_dict_in_generate=True).speculation.rows_drafts == want
+def test_drafts_are_those_of_the_whole_model():
+    for variant in ["one_hot", "categorical", "mask"]:
+        base = backbone(seed=2).double()
+        whole = student(variant, base).eval()
+        want = write(whole, return_dict_in_generate=True).speculation.rows_drafts
+        apart = PTPStudent.from_model(whole).attach(base)
+        assert write(base, assistant_model=apart, return_dict_in_generate=True).speculation.rows_drafts == want
 
 
 HOOKED = {

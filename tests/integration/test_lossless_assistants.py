@@ -52,21 +52,21 @@ def test_no_step_of_a_padded_batch_waits_for_the_device(name, monkeypatch):
     assert max(asked) == DRAFT and torch.equal(out, model.generate(**left_padded(code_prompts(3)), **NEW_GREEDY))
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-def test_ngram_statistics_hold_what_was_found(branches):
+def test_ngram_statistics_hold_what_was_found():
     """Row 0 repeats itself; row 1 never said its last token before, and drafts nothing at first."""
-    model, prompt = backbone(), torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 12, 13, 14, 15]])
-    drafter = NgramDrafter(longest=2, branches=branches).attach(model)
-    assert int(model(prompt).logits[1, -1].argmax()) not in prompt[1]
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, assistant_model=drafter,
-        num_assistant_tokens=3, return_dict_in_generate=True,
-    )  # fmt: skip
-    assert out.speculation.rows_drafts[1][0] == [] and out.speculation.rows_accepted[1][0] == 0
-    text = prompt[0].tolist() + out.sequences[0, 7:].tolist()
-    found = [draft for draft in out.speculation.rows_drafts[0] if draft]
-    assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
-    assert max(map(len, found)) == 3 * branches
+    for branches in [1, 3]:
+        model, prompt = backbone(), torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 12, 13, 14, 15]])
+        drafter = NgramDrafter(longest=2, branches=branches).attach(model)
+        assert int(model(prompt).logits[1, -1].argmax()) not in prompt[1]
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, assistant_model=drafter,
+            num_assistant_tokens=3, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert out.speculation.rows_drafts[1][0] == [] and out.speculation.rows_accepted[1][0] == 0
+        text = prompt[0].tolist() + out.sequences[0, 7:].tolist()
+        found = [draft for draft in out.speculation.rows_drafts[0] if draft]
+        assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
+        assert max(map(len, found)) == 3 * branches
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.9])
@@ -90,18 +90,20 @@ def test_an_assistant_drafts_for_a_byte_model_with_a_cache_of_its_own(threshold)
         assert longest == (1 if threshold else 3)
 
 
-@pytest.mark.parametrize("prompt", [9, 30])
-def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go(prompt):
-    model, ids = backbone(), torch.arange(5, 5 + prompt)[None]
-    config = GPT2Config(
-        vocab_size=model.config.vocab_size, n_positions=24, n_embd=32, n_layer=1, n_head=4, bos_token_id=1,
-        eos_token_id=None,
-    )  # fmt: skip
-    want = model.generate(ids, max_new_tokens=30, do_sample=False)
-    drafter = AssistantDrafter(GPT2LMHeadModel(config).eval()).attach(model)
-    out = model.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, want)
-    assert (out.speculation.rows_drafts[0][0] != []) == (prompt < 24)
+def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go():
+    for prompt in [9, 30]:
+        model, ids = backbone(), torch.arange(5, 5 + prompt)[None]
+        config = GPT2Config(
+            vocab_size=model.config.vocab_size, n_positions=24, n_embd=32, n_layer=1, n_head=4, bos_token_id=1,
+            eos_token_id=None,
+        )  # fmt: skip
+        want = model.generate(ids, max_new_tokens=30, do_sample=False)
+        drafter = AssistantDrafter(GPT2LMHeadModel(config).eval()).attach(model)
+        out = model.generate(
+            ids, max_new_tokens=30, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, want)
+        assert (out.speculation.rows_drafts[0][0] != []) == (prompt < 24)
 
 
 def test_what_is_no_assistant():

@@ -200,9 +200,8 @@ def test_save_load_and_generate(variant, features, tmp_path):
     assert torch.equal(model.generate(ids, **options), again.generate(ids, **options))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_input_to_generate():
+    for options, message in [
         ({"uniforms": torch.tensor([[0.5, 1.0, 0.1]])}, "uniforms.*0.*1"),
         ({"uniforms": torch.rand(1, 2)}, "uniforms.*1.*2"),
         ({"uniforms": torch.rand(1, 3), "verification": "block"}, "verification='coupled'"),
@@ -216,11 +215,9 @@ def test_save_load_and_generate(variant, features, tmp_path):
         ({"best_of": 2, "verification": "block"}, "verification='coupled'"),
         ({"best_of": 2, "do_sample": False}, "best_of=.*2"),
         ({"verification": "coin"}, "verification='coin'"),
-    ],
-)
-def test_bad_input_to_generate(options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny("one_hot").generate(torch.tensor([[1, 2]]), **({"do_sample": True, "max_new_tokens": 3} | options))
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tiny("one_hot").generate(torch.tensor([[1, 2]]), **({"do_sample": True, "max_new_tokens": 3} | options))
 
 
 def test_bad_input_to_forward_and_config():

@@ -51,16 +51,15 @@ def tiny(kind, vocabulary=V, dtype=torch.float64, base=LlamaConfig, **changes):
     return shaken(MTPHeads.from_backbone(base, window=4, **KINDS[kind]), 0.3).eval()
 
 
-@pytest.mark.by_day("cp", "btree", "hmm-context", "hydra++", "layer")
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_follows_a_path_is_the_exact_conditional(kind):
-    heads = tiny(kind, vocabulary=5)
-    states = heads.distribution(torch.randint(5, (3, 6))).condition(torch.randint(5, (3, 6)))
-    paths = torch.randint(5, (3, 6, 3))
-    want = states.conditional_log_probs(paths)
-    for length in range(3):
-        found = states.next_log_probs(paths[..., :length]).log_softmax(-1)
-        torch.testing.assert_close(found, want[..., length, :], atol=1e-12, rtol=0)
+def test_what_follows_a_path_is_the_exact_conditional():
+    for kind in KINDS:
+        heads = tiny(kind, vocabulary=5)
+        states = heads.distribution(torch.randint(5, (3, 6))).condition(torch.randint(5, (3, 6)))
+        paths = torch.randint(5, (3, 6, 3))
+        want = states.conditional_log_probs(paths)
+        for length in range(3):
+            found = states.next_log_probs(paths[..., :length]).log_softmax(-1)
+            torch.testing.assert_close(found, want[..., length, :], atol=1e-12, rtol=0)
 
 
 @pytest.mark.by_day("ff-1", "hmm-context-2", "hydra++-1", "btree-3")
@@ -94,24 +93,23 @@ def test_what_no_draft_reads_is_not_computed():
         assert counter.get_total_flops() == 2 * 32 * 320 * places * rank + sums
 
 
-@pytest.mark.by_day("btree", "hmm-context")
-@pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
-def test_every_node_has_the_distribution_of_its_own_path(kind):
-    heads = tiny(kind, vocabulary=5)
-    features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
-    last = torch.tensor([3, 1])
-    grown = WindowGrowth(heads.distribution_after(features[:, None], last[:, None], 3), last[:, None])
-    first = torch.tensor([[0, 4, 2], [1, 2, 3]])
-    parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
-    grown.first(), grown.after(first, torch.full_like(first, -1))
-    got = grown.after(second, parents).log_softmax(-1)
-    for row, node in itertools.product(range(2), range(3)):
-        path = [int(last[row]), int(first[row, parents[row, node]]), int(second[row, node])]
-        alone = heads.distribution_of_features(features[row])
-        for token in path:
-            alone = alone.condition(torch.tensor(token))
-        want = alone.conditional_log_probs(torch.zeros(1, dtype=torch.long))[0]
-        torch.testing.assert_close(got[row, node], want, atol=1e-12, rtol=0)
+def test_every_node_has_the_distribution_of_its_own_path():
+    for kind in ["ff", "btree", "hydra", "hmm-context"]:
+        heads = tiny(kind, vocabulary=5)
+        features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
+        last = torch.tensor([3, 1])
+        grown = WindowGrowth(heads.distribution_after(features[:, None], last[:, None], 3), last[:, None])
+        first = torch.tensor([[0, 4, 2], [1, 2, 3]])
+        parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
+        grown.first(), grown.after(first, torch.full_like(first, -1))
+        got = grown.after(second, parents).log_softmax(-1)
+        for row, node in itertools.product(range(2), range(3)):
+            path = [int(last[row]), int(first[row, parents[row, node]]), int(second[row, node])]
+            alone = heads.distribution_of_features(features[row])
+            for token in path:
+                alone = alone.condition(torch.tensor(token))
+            want = alone.conditional_log_probs(torch.zeros(1, dtype=torch.long))[0]
+            torch.testing.assert_close(got[row, node], want, atol=1e-12, rtol=0)
 
 
 class _BehindPrompts(World):
@@ -252,9 +250,8 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
                 drafter.propose(SimpleNamespace(last=lambda: last), 3)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_trees_are_checked_at_the_door():
+    for given, message in [
         ({"depth": 3}, "4.*3.*depth=2"),
         ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "paths.*4"),
         ([(0, 0)], "so must its parent"),
@@ -262,11 +259,8 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
         ([], "at least one rank"),
         ([0, 1], "at least one rank"),
         ("wide", "draft_tree=.*'wide'"),
-    ],
-    ids=str,
-)
-def test_trees_are_checked_at_the_door(given, message):
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=4)
-    with pytest.raises(ValueError, match=message):
-        model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)
+    ]:
+        model = backbone()
+        heads = MTPHeads.from_backbone(model, window=4)
+        with pytest.raises(ValueError, match=message):
+            model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)

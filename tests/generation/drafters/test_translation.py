@@ -1,6 +1,7 @@
 """Assistants with another tokenizer: the text and its distribution are the backbone's, alone and in ragged batches."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -70,36 +71,34 @@ def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate
     assert any(again) or translate == "vocabulary"
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("size, kind", [(46, "bytes"), (56, "words")])
-@pytest.mark.parametrize("step", [1, 2, 5])
-def test_texts_grow_as_they_are(size, kind, step):
+def test_texts_grow_as_they_are():
     """Whatever number of tokens comes at a time: no text is lost, and settled ids stay."""
-    own, translation = tokenizer(size, kind), Translation(tokenizer(SIZE), tokenizer(size, kind), SIZE, size)
-    ids = tokenizer(SIZE)(TEXT[:300], add_special_tokens=False)["input_ids"]
-    scripts = translation.open([ids[:7], ids[:2]])
-    settled, begin = [list(script.ids) for script in scripts], [7, 2]
-    for end in range(0, 60, step):
-        translation.extend(scripts, [ids[first + end : first + end + step] for first in begin])
-        for script, before, first in zip(scripts, settled, begin):
-            assert script.ids[: len(before)] == before
-            before[:] = script.ids[: script.settled]
-            text = tokenizer(SIZE).decode(ids[: first + end + step])
-            assert own.decode(script.ids).removeprefix(own.bos_token).strip() == text.rstrip("\ufffd").strip()
-    assert all(len(before) > 20 for before in settled)
+    for (size, kind), step in itertools.product([(46, "bytes"), (56, "words")], [1, 2, 5]):
+        own, translation = tokenizer(size, kind), Translation(tokenizer(SIZE), tokenizer(size, kind), SIZE, size)
+        ids = tokenizer(SIZE)(TEXT[:300], add_special_tokens=False)["input_ids"]
+        scripts = translation.open([ids[:7], ids[:2]])
+        settled, begin = [list(script.ids) for script in scripts], [7, 2]
+        for end in range(0, 60, step):
+            translation.extend(scripts, [ids[first + end : first + end + step] for first in begin])
+            for script, before, first in zip(scripts, settled, begin):
+                assert script.ids[: len(before)] == before
+                before[:] = script.ids[: script.settled]
+                text = tokenizer(SIZE).decode(ids[: first + end + step])
+                assert own.decode(script.ids).removeprefix(own.bos_token).strip() == text.rstrip("\ufffd").strip()
+        assert all(len(before) > 20 for before in settled)
 
 
-@pytest.mark.parametrize("first, second", [(with_bytes(), tokenizer(46)), (tokenizer(46), with_bytes())])
-def test_letters_of_several_bytes_come_once(first, second):
+def test_letters_of_several_bytes_come_once():
     """Single bytes of two letters in a row; decoders show neither before both are whole."""
-    translation, text = Translation(first, second, 400, 400), TEXT[:240]
-    ids = first(text, add_special_tokens=False)["input_ids"]
-    script = translation.open([ids[:3]])[0]
-    for token in ids[3:]:
-        translation.extend([script], [[token]])
-    assert "数量" in text and second.decode(script.ids).strip() == text.strip()
-    draft = translation.drafts([script], [second("数量(self", add_special_tokens=False)["input_ids"][-6:]])[0]
-    assert first.decode(ids + draft).endswith("(self")
+    for first, second in [(with_bytes(), tokenizer(46)), (tokenizer(46), with_bytes())]:
+        translation, text = Translation(first, second, 400, 400), TEXT[:240]
+        ids = first(text, add_special_tokens=False)["input_ids"]
+        script = translation.open([ids[:3]])[0]
+        for token in ids[3:]:
+            translation.extend([script], [[token]])
+        assert "数量" in text and second.decode(script.ids).strip() == text.strip()
+        draft = translation.drafts([script], [second("数量(self", add_special_tokens=False)["input_ids"][-6:]])[0]
+        assert first.decode(ids + draft).endswith("(self")
 
 
 def test_common_tokens_write_the_same():

@@ -156,14 +156,12 @@ def test_it_is_repeated_for_several_texts_of_a_prompt():
     assert torch.equal(*texts)
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.core_cases("ngram-OfTokens")
-@pytest.mark.parametrize("kind", [Adding, OfTokens, Grown, ByOutputs])
-@pytest.mark.parametrize("drafter", ["ngram", "tree"])
-def test_methods_of_a_class_of_ones_own_decode_plainly(drafter, kind):
-    model = model_of(kind)
-    keywords = {"steering": bias(4, 20)} if kind is Grown else {}
-    speculates(model, DRAFTERS[drafter](model), left_padded(prompts(4)), shows=False, **keywords)
+@pytest.mark.core
+def test_methods_of_a_class_of_ones_own_decode_plainly():
+    for kind, drafter in itertools.product([Adding, OfTokens, Grown, ByOutputs], ["ngram", "tree"]):
+        model = model_of(kind)
+        keywords = {"steering": bias(4, 20)} if kind is Grown else {}
+        speculates(model, DRAFTERS[drafter](model), left_padded(prompts(4)), shows=False, **keywords)
 
 
 def test_a_whole_prompt_that_nobody_slices_decodes_plainly():

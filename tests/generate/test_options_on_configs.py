@@ -97,23 +97,23 @@ OTHERS = {
 }
 
 
-@pytest.mark.core_cases("ngram")
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(name, monkeypatch):
-    make, tree, why = OTHERS[name]
-    said = []
-    monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
-    model = llama()
-    want, drafter = model.generate(PROMPT, **PLAIN).sequences, make(model).attach(model)
-    model.generation_config.draft_tree, model.generation_config.slot_budget = tree, 4
-    for passed in ({}, {"generation_config": GenerationConfig(draft_tree=tree)}):  # a pipeline passes a copy
-        out = model.generate(PROMPT, **passed, **PLAIN, assistant_model=drafter)
-        assert torch.equal(out.sequences, want) and sizes(out) > {0}
-        assert "The generation_config of LlamaForCausalLM is not followed in all: " in said[-1]
-    with pytest.raises(ValueError, match=why):
-        model.generate(PROMPT, **PLAIN, assistant_model=drafter, draft_tree=tree)
-    with pytest.raises(ValueError, match="seed="):
-        model.generate(PROMPT, generation_config=GenerationConfig(seed=5, **PLAIN), assistant_model=drafter)
+@pytest.mark.core
+def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(monkeypatch):
+    for name in OTHERS:
+        make, tree, why = OTHERS[name]
+        said = []
+        monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
+        model = llama()
+        want, drafter = model.generate(PROMPT, **PLAIN).sequences, make(model).attach(model)
+        model.generation_config.draft_tree, model.generation_config.slot_budget = tree, 4
+        for passed in ({}, {"generation_config": GenerationConfig(draft_tree=tree)}):  # a pipeline passes a copy
+            out = model.generate(PROMPT, **passed, **PLAIN, assistant_model=drafter)
+            assert torch.equal(out.sequences, want) and sizes(out) > {0}
+            assert "The generation_config of LlamaForCausalLM is not followed in all: " in said[-1]
+        with pytest.raises(ValueError, match=why):
+            model.generate(PROMPT, **PLAIN, assistant_model=drafter, draft_tree=tree)
+        with pytest.raises(ValueError, match="seed="):
+            model.generate(PROMPT, generation_config=GenerationConfig(seed=5, **PLAIN), assistant_model=drafter)
 
 
 @pytest.mark.core

@@ -120,10 +120,10 @@ def test_usual_drafts_are_never_cut_beforehand(base):
     assert (options.num_assistant_tokens, options.draft_tree) == (8, tree)
 
 
-@pytest.mark.parametrize("rank", [64, 10**9, 2**62, 2**70])
-def test_a_rank_beyond_the_vocabulary_is_refused(rank):
-    with pytest.raises(ValueError, match=f"{rank}"):
-        ranked_tree([(0,), (rank,)], torch.zeros(1, 64), lambda tokens, parents: torch.zeros(1, 1, 64))
+def test_a_rank_beyond_the_vocabulary_is_refused():
+    for rank in [64, 10**9, 2**62, 2**70]:
+        with pytest.raises(ValueError, match=f"{rank}"):
+            ranked_tree([(0,), (rank,)], torch.zeros(1, 64), lambda tokens, parents: torch.zeros(1, 1, 64))
 
 
 def test_a_seed_gives_the_same_text_at_any_limit():

@@ -175,19 +175,15 @@ def check_mix(names: list[str], growth: list[int]) -> None:
     assert torch.equal(logits, before)  # the raw logits are recorded too
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.core_cases("warpers last-one row")
-@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
-@pytest.mark.parametrize("mix", MIXES)
-def test_mixed_lists(mix, growth):
-    check_mix(MIXES[mix], growth)
+@pytest.mark.core
+def test_mixed_lists():
+    for growth, mix in itertools.product(GROWTHS.values(), MIXES):
+        check_mix(MIXES[mix], growth)
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("growth", [GROWTHS["two groups"], GROWTHS["equal rows"]], ids=["ragged", "equal"])
-@pytest.mark.parametrize("name", MAKE)
-def test_each_processor_alone(name, growth):
-    check_mix([name], growth)
+def test_each_processor_alone():
+    for growth, name in itertools.product([GROWTHS["two groups"], GROWTHS["equal rows"]], MAKE):
+        check_mix([name], growth)
 
 
 def test_each_processor_does_something_here():
@@ -218,18 +214,20 @@ class RowRecorder(LogitsProcessor):
         return scores + self.bias
 
 
-@pytest.mark.core_cases("one row")
-@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
-def test_unknown_processors_see_all_rows_in_their_order(growth):
+@pytest.mark.core
+def test_unknown_processors_see_all_rows_in_their_order():
     """Before every position its row's true prefix, at its row's index; what is said of other rows is dropped."""
-    tokens, draft, logits = rows_of(growth)
-    recorder = RowRecorder(len(growth))
-    got = Processing(LogitsProcessorList([recorder]))(tokens, logits, chain_of(tokens, logits), [False] * len(growth))
-    torch.testing.assert_close(got, logits + recorder.bias[:, None])
-    for row, count in enumerate(growth):
-        own = tokens.ids[row, : PROMPT + count].tolist()
-        for position in range(DRAFTS + 1):
-            assert recorder.seen[row][tuple(own + draft[row, :position].tolist())] >= 1
+    for growth in GROWTHS.values():
+        tokens, draft, logits = rows_of(growth)
+        recorder = RowRecorder(len(growth))
+        got = Processing(LogitsProcessorList([recorder]))(
+            tokens, logits, chain_of(tokens, logits), [False] * len(growth)
+        )
+        torch.testing.assert_close(got, logits + recorder.bias[:, None])
+        for row, count in enumerate(growth):
+            own = tokens.ids[row, : PROMPT + count].tolist()
+            for position in range(DRAFTS + 1):
+                assert recorder.seen[row][tuple(own + draft[row, :position].tolist())] >= 1
 
 
 def test_ended_rows_are_not_asked_about():

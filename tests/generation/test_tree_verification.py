@@ -40,55 +40,45 @@ def depth_of(parents: list[int]) -> int:
     return int(DraftTree(torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents])).positions().max())
 
 
-@pytest.mark.by_day(each=2)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_emitted_distribution_of_drawn_trees_is_the_targets(shape, warp, replacement, rule):
-    parents = SHAPES[shape]
-    world = World(warp, depth_of(parents))
-    tree, chance = all_trees(world, parents, replacement)
-    error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
-    assert error < 1e-12, float(error)
+def test_emitted_distribution_of_drawn_trees_is_the_targets():
+    for rule, replacement, warp, shape in itertools.product(RULES, [False, True], WARPS, SHAPES):
+        parents = SHAPES[shape]
+        world = World(warp, depth_of(parents))
+        tree, chance = all_trees(world, parents, replacement)
+        error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+        assert error < 1e-12, float(error)
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_emitted_distribution_of_mixed_trees_is_the_targets(seed, replacement, rule):
+def test_emitted_distribution_of_mixed_trees_is_the_targets():
     """Random shapes and marks; deterministic children come before the drawn ones, and may repeat each other."""
-    rng = random.Random(seed)
-    parents = [rng.randint(-1, node - 1) for node in range(rng.randint(2, 6))]
-    marks = [rng.random() < 0.5 for _ in parents]
-    order = sorted(range(len(parents)), key=lambda node: (depth_in(parents, node), not marks[node]))
-    number = {node: place for place, node in enumerate(order)} | {-1: -1}
-    parents, marks = [number[parents[node]] for node in order], [marks[node] for node in order]
-    world = World(list(WARPS)[seed % len(WARPS)], depth_of(parents), seed)
-    tree, chance = all_trees(world, parents, replacement, marks)
-    error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
-    assert error < 1e-12, (parents, marks, float(error))
+    for rule, replacement, seed in itertools.product(RULES, [False, True], range(12)):
+        rng = random.Random(seed)
+        parents = [rng.randint(-1, node - 1) for node in range(rng.randint(2, 6))]
+        marks = [rng.random() < 0.5 for _ in parents]
+        order = sorted(range(len(parents)), key=lambda node: (depth_in(parents, node), not marks[node]))
+        number = {node: place for place, node in enumerate(order)} | {-1: -1}
+        parents, marks = [number[parents[node]] for node in order], [marks[node] for node in order]
+        world = World(list(WARPS)[seed % len(WARPS)], depth_of(parents), seed)
+        tree, chance = all_trees(world, parents, replacement, marks)
+        error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+        assert error < 1e-12, (parents, marks, float(error))
 
 
 def depth_in(parents: list[int], node: int) -> int:
     return 0 if node < 0 else 1 + depth_in(parents, parents[node])
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (3, 1), (2, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("warp", WARPS)
-def test_emitted_distribution_of_joined_chains_is_the_targets(warp, lengths, rule):
+def test_emitted_distribution_of_joined_chains_is_the_targets():
     """Over all draws of one chain; the other is the same for all of them."""
-    size, length = lengths
-    world = World(warp, max(lengths), seed=size)
-    drawn, chance = all_trees(world, list(range(-1, length - 1)), False)
-    drawn = DraftTree.chain(drawn.tokens, drawn.probs[:, :-1])
-    for certain in torch.randint(V, (4, size), generator=torch.Generator().manual_seed(length)):
-        tree = joined_chains(DraftTree.chain(certain.expand(len(chance), -1)), drawn)
-        error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
-        assert error < 1e-12, (certain, float(error))
+    for rule, lengths, warp in itertools.product(RULES, [(1, 1), (1, 3), (3, 1), (2, 2), (3, 3)], WARPS):
+        size, length = lengths
+        world = World(warp, max(lengths), seed=size)
+        drawn, chance = all_trees(world, list(range(-1, length - 1)), False)
+        drawn = DraftTree.chain(drawn.tokens, drawn.probs[:, :-1])
+        for certain in torch.randint(V, (4, size), generator=torch.Generator().manual_seed(length)):
+            tree = joined_chains(DraftTree.chain(certain.expand(len(chance), -1)), drawn)
+            error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+            assert error < 1e-12, (certain, float(error))
 
 
 def test_enumeration_notices_certain_children_that_pass_for_draws():
@@ -99,19 +89,17 @@ def test_enumeration_notices_certain_children_that_pass_for_draws():
         assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_emitted_distribution_of_certain_trees_is_the_targets(shape, warp):
+def test_emitted_distribution_of_certain_trees_is_the_targets():
     """The walk along draws of the target, and the rejections it equals: for every single tree, repeated tokens too."""
-    parents = SHAPES[shape]
-    world = World(warp, depth_of(parents))
-    for tokens in torch.randint(V, (3, len(parents))):
-        tree = DraftTree(tokens.expand(2, -1), torch.tensor(parents).expand(2, -1))
-        for rule in RULES:
-            error = (emitted_distribution(world, tree, torch.ones(2), rule) - world.target()).abs().max()
-            assert error < 1e-12, (rule, tokens, float(error))
-        assert (walked_distribution(world, tree) - world.target()).abs().max() < 1e-12
+    for warp, shape in itertools.product(WARPS, SHAPES):
+        parents = SHAPES[shape]
+        world = World(warp, depth_of(parents))
+        for tokens in torch.randint(V, (3, len(parents))):
+            tree = DraftTree(tokens.expand(2, -1), torch.tensor(parents).expand(2, -1))
+            for rule in RULES:
+                error = (emitted_distribution(world, tree, torch.ones(2), rule) - world.target()).abs().max()
+                assert error < 1e-12, (rule, tokens, float(error))
+            assert (walked_distribution(world, tree) - world.target()).abs().max() < 1e-12
 
 
 def walked_distribution(world: World, tree: DraftTree) -> torch.Tensor:
@@ -409,17 +397,17 @@ def test_a_drawn_chain_of_rows_of_different_lengths():
         assert (after.gather(1, result.added[:, None]) > 0).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_chains_and_certain_trees_take_their_short_ways(rule):
+def test_chains_and_certain_trees_take_their_short_ways():
     """A chain is verified as `verify` does, and deterministic trees by a walk, from the same random numbers."""
-    draft, q, p = random_chain(torch.float64)
-    seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
-    accepted, added, _ = verify(draft, q, p, rule, seeded())
-    result = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
-    assert torch.equal(result.num_accepted, accepted) and torch.equal(result.added, added)
-    assert torch.equal(result.tokens[:, :-1][result.nodes >= 0], draft[result.nodes >= 0])
-    walked, picked = verify_sampled(DraftTree.chain(draft), p, rule, seeded()), draw(p, seeded())
-    assert torch.equal(walked.tokens, picked)
+    for rule in RULES:
+        draft, q, p = random_chain(torch.float64)
+        seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
+        accepted, added, _ = verify(draft, q, p, rule, seeded())
+        result = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
+        assert torch.equal(result.num_accepted, accepted) and torch.equal(result.added, added)
+        assert torch.equal(result.tokens[:, :-1][result.nodes >= 0], draft[result.nodes >= 0])
+        walked, picked = verify_sampled(DraftTree.chain(draft), p, rule, seeded()), draw(p, seeded())
+        assert torch.equal(walked.tokens, picked)
 
 
 def test_an_unknown_rule_is_refused():

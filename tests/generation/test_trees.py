@@ -141,21 +141,21 @@ def jetspec(table: Table, state: int, depth: int, top_k: int, size: int) -> set[
     return set(paths[:size])
 
 
-@pytest.mark.parametrize(
-    ("depth", "top_k", "total"), [(3, 4, 22), (5, 2, 12), (0, 3, 3), (2, 1, 9), (1, 50, 30), (6, 3, 64)]
-)
-def test_best_first_trees_hold_all_children_of_the_best_nodes(depth, top_k, total):
+def test_best_first_trees_hold_all_children_of_the_best_nodes():
     """Where the state is the depth alone, the law is independent, as JetSpec's."""
-    probs, states = GROWTH["table"].clone(), [3, 11, 40]
-    for move in (lambda state, token: state * 31 + token + 7, lambda state, token: state + 1 + 0 * token):
-        table = Table(probs, states, move)
-        tree = dynamic_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total, best_first=True)
-        for row, state in enumerate(states):
-            found = []
-            for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist()):
-                found.append((*found[parent], token) if parent >= 0 else (token,))
-            want = jetspec(table, state, depth, min(top_k, probs.shape[1]), total - 1)
-            assert len(found) == len(want) and set(found) == want
+    for depth, top_k, total in [(3, 4, 22), (5, 2, 12), (0, 3, 3), (2, 1, 9), (1, 50, 30), (6, 3, 64)]:
+        probs, states = GROWTH["table"].clone(), [3, 11, 40]
+        for move in (lambda state, token: state * 31 + token + 7, lambda state, token: state + 1 + 0 * token):
+            table = Table(probs, states, move)
+            tree = dynamic_tree(
+                table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total, best_first=True
+            )
+            for row, state in enumerate(states):
+                found = []
+                for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist()):
+                    found.append((*found[parent], token) if parent >= 0 else (token,))
+                want = jetspec(table, state, depth, min(top_k, probs.shape[1]), total - 1)
+                assert len(found) == len(want) and set(found) == want
 
 
 def test_no_child_comes_without_its_parent_where_values_tie():
@@ -332,22 +332,22 @@ def test_paths_without_parents_or_given_twice_are_refused():
             static_tree(choices)
 
 
-@pytest.mark.parametrize("choices", [paths_of(CHOICES["choices"]), [(2,), (0,), (2, 1), (2, 1, 0), (0, 3), (2, 0)]])
-def test_ranked_trees_hold_the_tokens_of_their_ranks(choices):
-    states = [4, 9]
-    table = Table(GROWTH["table"], states)
-    tree = ranked_tree(choices, table.first, table.expand)
-    paths = sorted(choices, key=lambda path: (len(path), path))
-    assert tree.depth == len(paths[-1]) and torch.equal(tree.parents[0], static_tree(choices)[0])
-    inner = {path[:-1] for path in paths} - {()}
-    assert table.calls == [sum(len(path) == n for path in inner) for n in range(1, tree.depth)]
-    for row, state in enumerate(states):
-        found = {(): state}
-        for node, path in enumerate(paths):
-            before = found[path[:-1]]
-            token = int(table.probs[before].topk(10).indices[path[-1]])
-            assert tree.tokens[row, node] == token
-            found[path] = (before * 31 + token + 7) % len(table.probs)
+def test_ranked_trees_hold_the_tokens_of_their_ranks():
+    for choices in [paths_of(CHOICES["choices"]), [(2,), (0,), (2, 1), (2, 1, 0), (0, 3), (2, 0)]]:
+        states = [4, 9]
+        table = Table(GROWTH["table"], states)
+        tree = ranked_tree(choices, table.first, table.expand)
+        paths = sorted(choices, key=lambda path: (len(path), path))
+        assert tree.depth == len(paths[-1]) and torch.equal(tree.parents[0], static_tree(choices)[0])
+        inner = {path[:-1] for path in paths} - {()}
+        assert table.calls == [sum(len(path) == n for path in inner) for n in range(1, tree.depth)]
+        for row, state in enumerate(states):
+            found = {(): state}
+            for node, path in enumerate(paths):
+                before = found[path[:-1]]
+                token = int(table.probs[before].topk(10).indices[path[-1]])
+                assert tree.tokens[row, node] == token
+                found[path] = (before * 31 + token + 7) % len(table.probs)
 
 
 def test_growing_never_makes_the_host_wait():

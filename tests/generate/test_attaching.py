@@ -34,7 +34,7 @@ kinds = pytest.mark.parametrize("kind", MAKE)
 copies = pytest.mark.parametrize("twin_of", COPIES.values(), ids=COPIES)
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("deepcopy-heads", "pickle-assistant")
 @kinds
 @copies
 def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
@@ -64,6 +64,7 @@ def test_detach_leaves_nothing(kind):
         _ = drafter.backbone
 
 
+@pytest.mark.by_day("heads")
 @kinds
 def test_an_attached_backbone_is_saved_as_it_is(kind, tmp_path):
     model = backbone()
@@ -125,6 +126,7 @@ def test_what_was_learned_on_one_backbone_is_forgotten_on_the_next():
     assert not drafter.schedules and not drafter.tree_choices
 
 
+@pytest.mark.by_day("<lambda>0")
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: peft.get_peft_model(model, ADAPTER)])
 def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
     model = backbone()
@@ -151,7 +153,7 @@ WITHIN = MAKE | {
 }
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("heads-greedy", "suffix-sampled", "student-greedy")
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", WITHIN)
 def test_attach_within_the_call_is_refused_by_name(kind, more):
@@ -181,7 +183,7 @@ DEFAULTS = MAKE | {
 }
 
 
-@pytest.mark.by_day("heads", "ngram", "student")
+@pytest.mark.by_day("heads", "student")
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_the_default_drafts_where_no_assistant_is_named(kind, tmp_path):
     model, told = backbone(), dict(return_dict_in_generate=True)

@@ -65,6 +65,7 @@ def test_never_longer_than_asked(trained):
         assert torch.equal(out, plain(trained, max_new_tokens=budget))
 
 
+@pytest.mark.by_day("False")
 @pytest.mark.parametrize("use_mtp", [True, False])
 def test_a_cache_of_plain_decoding_in_which_rows_ended_early_is_continued(trained, use_mtp):
     """Plain decoding feeds padding to rows that have ended; the mask says so when the texts go on."""

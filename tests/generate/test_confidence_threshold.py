@@ -43,7 +43,7 @@ def speculating(name):
 NAMES = [*CIRCUITS, "evabyte draft layers", *(f"apart {name}" for name in APART)]
 
 
-@pytest.mark.by_day("hmm", "btree", "evabyte draft layers", "apart layer")
+@pytest.mark.by_day("hmm", "apart layer")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypatch):
     """What is verified is the beginning of what is drafted without a threshold; the text is the same."""

@@ -70,20 +70,19 @@ class Broken(LogitsProcessor):
         return scores
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_ids_of_32_bits(speculating, rows):
-    ids, mask = PROMPT[:rows].int(), {"attention_mask": torch.ones_like(PROMPT[:rows])}
-    wanted, found = speculating.plain(ids, **mask), speculating.generate(ids, **mask)
-    assert found.equal(wanted) and found.dtype == wanted.dtype
+@pytest.mark.by_day("heads")
+def test_ids_of_32_bits(speculating):
+    for rows in [1, 2]:
+        ids, mask = PROMPT[:rows].int(), {"attention_mask": torch.ones_like(PROMPT[:rows])}
+        wanted, found = speculating.plain(ids, **mask), speculating.generate(ids, **mask)
+        assert found.equal(wanted) and found.dtype == wanted.dtype
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("length", [7, 11])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
-def test_sampling_from_no_distribution_raises(speculating, value, length):
-    with pytest.raises(ValueError, match="1.*NaN"):
-        speculating.generate(do_sample=True, logits_processor=LogitsProcessorList([Broken(value, length)]))
+@pytest.mark.by_day("heads")
+def test_sampling_from_no_distribution_raises(speculating):
+    for length, value in itertools.product([7, 11], [float("nan"), float("-inf")]):
+        with pytest.raises(ValueError, match="1.*NaN"):
+            speculating.generate(do_sample=True, logits_processor=LogitsProcessorList([Broken(value, length)]))
 
 
 @pytest.mark.by_day("heads")
@@ -111,10 +110,9 @@ def test_verification_of_a_config_is_checked(speculating):
     speculating.generate(verification="block")
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+@pytest.mark.by_day("heads")
+def test_options_that_cannot_be_meant_are_refused_by_name(speculating):
+    for options, message in [
         ({"num_assistant_tokens_schedule": "clever"}, "schedule='clever'.*'constant'"),
         ({"num_assistant_tokens": 2.5}, "num_assistant_tokens=.*2.5"),
         ({"num_assistant_tokens": True}, "num_assistant_tokens="),
@@ -123,22 +121,19 @@ def test_verification_of_a_config_is_checked(speculating):
         ({"assistant_confidence_threshold": "high"}, "threshold='high'.*0.*1"),
         ({"guidance_scale": 1.5, "use_mtp": True}, "use_mtp=.*guidance_scale=.*1.5"),
         ({"uniforms": torch.rand(2, 12)}, "uniforms="),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_options_that_cannot_be_meant_are_refused_by_name(speculating, options, message):
-    with pytest.raises(ValueError, match=message):
-        speculating.generate(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            speculating.generate(**options)
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("use_mtp", [None, False])
-def test_an_early_exit_is_refused_and_cuts_no_layers(speculating, use_mtp):
-    before = speculating.model.config.num_hidden_layers
-    with pytest.raises(ValueError, match="assistant_early_exit=.*1"):
-        speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
-    assert speculating.model.config.num_hidden_layers == before
-    assert len(speculating.model.get_decoder().layers) == before
+@pytest.mark.by_day("heads")
+def test_an_early_exit_is_refused_and_cuts_no_layers(speculating):
+    for use_mtp in [None, False]:
+        before = speculating.model.config.num_hidden_layers
+        with pytest.raises(ValueError, match="assistant_early_exit=.*1"):
+            speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
+        assert speculating.model.config.num_hidden_layers == before
+        assert len(speculating.model.get_decoder().layers) == before
 
 
 class Counting(LogitsProcessor):
@@ -164,7 +159,7 @@ def test_processors_that_count_their_calls_say_so(speculating):
         speculating.generate(logits_processor=LogitsProcessorList([ours]), use_mtp=True)
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("heads-2", "ngram-1")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_prompt_of_embeddings(speculating, rows):
     """Drafts of heads and n-grams need no ids of the prompt; assistants do, and leave it to plain decoding."""
@@ -231,7 +226,7 @@ LOOK_UPS = {
 }
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("ngram-static-gemma3", "suffix-None-llama", "recycling-None-gemma3")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", LOOK_UPS)

@@ -94,6 +94,7 @@ def test_positions_of_the_callers_own_end_there_too(model):
         assert torch.equal(*both)
 
 
+@pytest.mark.by_day("gpt2")
 def test_slots_at_the_end(model):
     student = PTPStudent.from_backbone(model, num_slots=3)
     prompt = text(12)

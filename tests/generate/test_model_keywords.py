@@ -130,7 +130,7 @@ def speculates(model, drafter, batch, shows=True, **keywords):
     return out
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("[V]-tree", "[1, 1, V]-eagle", "[B, 1, V]-assistant")
 @pytest.mark.core_cases("[B, 1, V]-ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("shape", ["[V]", "[B, 1, V]", "[1, 1, V]"])
@@ -200,6 +200,7 @@ class Always(Steered):
         return with_bias(super().forward(*args, **kwargs), self.bias)
 
 
+@pytest.mark.by_day("assistant")
 @pytest.mark.parametrize("kind", ["assistant", "ngram"])
 def test_sampled_text_follows_the_steered_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
@@ -252,7 +253,7 @@ def test_a_student_with_slots_leaves_it_to_plain_decoding():
     speculates(model, PTPStudent.from_backbone(model, num_slots=3), left_padded(prompts(4)), False, steering=bias(4))
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("20-tree")
 @pytest.mark.parametrize("drafter", ["ngram", "tree", "heads"])
 @pytest.mark.parametrize("columns", [5, 20])
 def test_states_of_an_encoder_are_attended_to_in_every_forward(drafter, columns):

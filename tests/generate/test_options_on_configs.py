@@ -35,6 +35,7 @@ def saved(tmp_path, **fields):
     return GenerationConfig.from_pretrained(tmp_path)
 
 
+@pytest.mark.by_day("paths")
 @pytest.mark.core_cases("dynamic")
 @pytest.mark.parametrize("tree", [TREE, PATHS, {"choices": PATHS}], ids=["dynamic", "paths", "choices"])
 def test_a_tree_of_a_saved_config_is_drafted(tree, tmp_path):

@@ -48,7 +48,7 @@ def prompts(*lengths):
     return left_padded([torch.randint(2, 48, (length,), generator=generator) for length in lengths])
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("ragged-dynamic-heads", "alone-longrope-n-gram")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", [dynamic, longrope])
 @pytest.mark.parametrize("lengths", [(BORDER - 20,), (BORDER - 20, 3, BORDER - 60)], ids=["alone", "ragged"])
@@ -64,7 +64,7 @@ def test_a_text_across_the_border_is_decoded_plainly(kind, drafter, lengths):
         model.generate(**inputs, max_new_tokens=30, assistant_model=assistant, use_mtp=True)
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("alone-dynamic-n-gram tree", "ragged-longrope-EAGLE")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", [dynamic, longrope])
 @pytest.mark.parametrize("lengths", [(9,), (12, 3, 7)], ids=["alone", "ragged"])
@@ -101,6 +101,7 @@ def test_other_types_have_no_border():
     assert rotary_border(LlamaConfig(rope_parameters=layers, max_position_embeddings=99)) == ("dynamic", 99)
 
 
+@pytest.mark.by_day("85")
 @pytest.mark.parametrize("length", [20, 85])
 def test_trials_of_trees_stay_below_the_border(length, caplog):
     model = made(longrope)

@@ -30,7 +30,7 @@ def how(rule, many):
     return ({} if rule is None else {"verification": rule}) | ({} if many == 1 else {"best_of": many})
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("one_hot-block-1", "categorical-coupled-3", "mask-coupled-1")
 @pytest.mark.parametrize(("variant", "rule", "many"), RULES)
 def test_a_row_depends_on_its_seed_and_its_prompt_alone(variant, rule, many):
     model, batch, options = model_of(variant), prompts(), how(rule, many)
@@ -48,7 +48,7 @@ def test_a_row_depends_on_its_seed_and_its_prompt_alone(variant, rule, many):
         assert torch.equal(write(model, batch, length, seed=seeds, **options), text[:, :length])
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("one_hot-coupled-2", "categorical-token-1")
 @pytest.mark.parametrize(("variant", "rule", "many"), RULES)
 def test_one_seed_gives_every_row_its_own_stream_and_repeats_without_drafts(variant, rule, many):
     model, options = model_of(variant), how(rule, many)
@@ -73,6 +73,7 @@ def test_rows_that_end_leave_the_others_as_they_are():
         assert got[:length] == row[:length] and not any(got[length:])
 
 
+@pytest.mark.by_day("cache")
 @pytest.mark.parametrize("given", ["cache", "implementation"])
 def test_a_static_cache_decodes_plainly_with_the_same_uniforms(given):
     model, batch = model_of("one_hot"), prompts()

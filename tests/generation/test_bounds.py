@@ -57,9 +57,7 @@ def detaching(drafter):
         each.detach()
 
 
-@pytest.mark.by_day(
-    "greedy-ngram", "sampled-suffix", "greedy-heads", "sampled-eagle 3", "greedy-slots", "sampled-joined"
-)
+@pytest.mark.by_day("sampled-suffix", "greedy-heads", "greedy-slots", "sampled-joined")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 def test_huge_drafts_change_nothing(base, kind, options):

@@ -21,7 +21,7 @@ def model_of(**changes):
     return shake(AutoModelForCausalLM.from_config(family_config("deepseek_v4", 0, **changes))).eval()
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("rates1-4", "rates2-13")
 @pytest.mark.parametrize("prompt", [1, 4, 13])
 @pytest.mark.parametrize("rates", [(5, 2), (9, 4), (2, 1)])
 @torch.no_grad()

@@ -68,7 +68,7 @@ def drafter_of(name, model):
     return LOOK_UPS[name]().attach(model)
 
 
-@pytest.mark.by_day("ff-chain", "hydra-tree", "suffix-tree")
+@pytest.mark.by_day("ff-chain", "suffix-tree")
 @pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", [*HEADS, *LOOK_UPS])
 def test_all_ways_to_say_one_distribution_draft_alike(name, options):
@@ -152,6 +152,7 @@ def test_a_model_without_the_constraints_tokens_drafts_what_is_allowed():
     assert torch.equal(masks.paths, token[:, None, None])
 
 
+@pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("name", ["ff", "hmm", "hydra"])
 def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):
     model, ids = backbone(), prompts(1)[0][None]

@@ -57,6 +57,7 @@ def test_blocks_give_what_single_tokens_give_and_the_cache_that_they_leave(promp
             torch.testing.assert_close(ours[last], theirs[0], atol=2e-5, rtol=0)
 
 
+@pytest.mark.by_day("1")
 def test_padding_is_no_input_of_convolutions_and_counts_as_columns():
     """transformers scales scores by columns, padding among them, so that its own text depends on it; so does ours."""
     model = family_model("inkling_text", 0, 2, vocab_size=3)
@@ -96,6 +97,7 @@ def test_drafts_in_ragged_batches_are_what_modules_say_of_whole_texts(vocabulary
     assert compared > 20
 
 
+@pytest.mark.by_day("64")
 def test_sequences_that_have_ended_are_left_out():
     model = family_model("inkling_text", 0, 2, vocab_size=3)
     batch = ragged(range(3, 9), 3)
@@ -106,6 +108,7 @@ def test_sequences_that_have_ended_are_left_out():
     assert len({len(row) for row in out.speculation.rows_accepted}) > 1
 
 
+@pytest.mark.by_day("1")
 def test_a_model_of_this_kind_may_have_any_drafter_and_be_an_assistant():
     model, ids = family_model("inkling_text", 1, vocab_size=4).main, random_ids(3, 9) % 4
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=19, do_sample=False, pad_token_id=0)

@@ -80,7 +80,7 @@ def same(one, other):
     return torch.equal(one.sequences, other.sequences) and one.speculation == other.speculation
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("greedy, eos", "processors", "fixed tree", "grown tree")
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_and_statistics_are_those_of_the_eager_loop(model, way):
     drafter = train_heads(model)
@@ -92,7 +92,7 @@ def test_texts_and_statistics_are_those_of_the_eager_loop(model, way):
     drafter.detach()
 
 
-@pytest.mark.by_day("FakeGraph-ff", "BlindGraph-btree", "FakeGraph-hydra")
+@pytest.mark.by_day("FakeGraph-hydra")
 @pytest.mark.parametrize("kind", KINDS)
 def test_cycles_of_all_heads_repeat_themselves(model, kind, fake):
     drafter = heads(model, kind)
@@ -104,7 +104,9 @@ def test_cycles_of_all_heads_repeat_themselves(model, kind, fake):
     drafter.detach()
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day(
+    "FakeGraph-1-drawn tree", "BlindGraph-3-sampled", "FakeGraph-3-processors", "BlindGraph-1-grown tree"
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_cycles_repeat_themselves_whatever_is_asked(model, way, rows, fake):
@@ -152,7 +154,7 @@ def test_later_calls_record_and_allocate_nothing(model, fake):
     drafter.detach()
 
 
-@pytest.mark.by_day("FakeGraph")
+@pytest.mark.nightly
 def test_what_an_earlier_recording_fixed_is_recorded_anew(model, fake):
     drafter, options = train_heads(model), SAMPLED | dict(eos_token_id=None, cache_implementation="static")
     made = []
@@ -316,7 +318,7 @@ def test_a_wait_for_the_device_is_found_before_anything_is_recorded(monkeypatch)
     assert modes == ["default", "warn", "default", "warn", "default"]
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("FakeGraph-9-0")
 @pytest.mark.parametrize("waiting, recorded", [(1, 1), (9, 0)])
 def test_who_waits_at_first_is_tried_again(model, fake, monkeypatch, waiting, recorded):
     waits = iter(["modeling.py:7, where the host waits"] * waiting + [None] * 99)

@@ -85,7 +85,7 @@ class World:
         return self._probs(1, text)
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("4-token_acceptance", "8-block_acceptance")
 @pytest.mark.parametrize("rule", [token_acceptance, block_acceptance])
 @pytest.mark.parametrize("seed", [2, 4, 5, 8, 10])
 def test_what_is_emitted_has_the_targets_distribution(rule, seed):

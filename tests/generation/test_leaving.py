@@ -60,7 +60,7 @@ def sizes_of(model):
     return sizes
 
 
-@pytest.mark.by_day("llama-chains", "gemma3-trees", "qwen3-trees", "mistral-chains")
+@pytest.mark.by_day("llama-chains", "gemma3-trees")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_stay_while_sequences_leave(name, kind):

@@ -65,7 +65,7 @@ def decoded(model, drafter, seed, **options):
     return set().union(*out.speculation.rows_accepted)
 
 
-@pytest.mark.by_day("llama-trees", "gemma3-chains")
+@pytest.mark.by_day("gemma3-chains")
 @pytest.mark.core_cases("gpt2-chains")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +79,7 @@ def test_one_graph_verifies_the_blocks_of_all_calls(name, kind, monkeypatch):
     assert graphs() == 0 and accepted == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.by_day("unsure heads", "grown tree")
+@pytest.mark.by_day("grown tree")
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -162,6 +162,7 @@ def test_calls_of_two_threads_share_no_buffer():
     assert all(map(torch.equal, texts, plain * 3))
 
 
+@pytest.mark.nightly
 def test_an_adaptive_length_needs_a_graph_of_single_tokens():
     model, options = model_of("gemma3"), {"num_assistant_tokens_schedule": "adaptive", "compile_config": compiled()}
     drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
@@ -171,6 +172,7 @@ def test_an_adaptive_length_needs_a_graph_of_single_tokens():
     assert graphs() == 0
 
 
+@pytest.mark.nightly
 def test_texts_equal_those_of_a_compiled_plain_decoding():
     model, batch, options = model_of("mistral"), left_padded(prompts(4)), {"compile_config": compiled()}
     plain = model.generate(**batch, **GREEDY, cache_implementation="static", **options)
@@ -184,6 +186,7 @@ def test_processors_that_are_no_accelerators_compile_nothing_unasked():
     assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
 
 
+@pytest.mark.nightly
 def test_outputs_of_a_compiled_forward_are_kept():
     model, batch = model_of("llama"), left_padded(prompts(4))
     wanted = dict(output_hidden_states=True, output_logits=True, output_scores=True)
@@ -300,7 +303,7 @@ WINDOWED = {
 }
 
 
-@pytest.mark.by_day("mistral-trees", "phi3-chains")
+@pytest.mark.by_day("mistral-trees")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_texts_leave_the_window_that_all_layers_have(name, kind, monkeypatch):

@@ -74,7 +74,7 @@ def alone(model, text):
     return model(torch.as_tensor(text)[None], use_cache=False).logits[0, -1]
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("('llama', 'sdpa')-1", "('mistral', 'eager')-64", "('gemma3', 'sdpa')-1")
 @torch.no_grad()
 def test_every_place_is_scored_as_its_path_alone(model):
     target, last = filled(model)

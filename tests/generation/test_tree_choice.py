@@ -134,6 +134,7 @@ def test_paths_that_are_none_are_refused_as_they_were_given():
             model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=tree, max_new_tokens=3)
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_tree_is_chosen_once_and_then_decodes_as_if_it_had_been_given(do_sample):
     model = backbone()
@@ -193,6 +194,7 @@ def test_chosen_trees_are_lossless_in_ragged_batches():
     assert len(check_greedy(model, heads, prompts(8), new=16, draft_tree="auto")) > 1
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("use_mtp", [None, True])
 def test_trials_warn_of_nothing(use_mtp):
     model = backbone()

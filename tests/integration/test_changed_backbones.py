@@ -85,7 +85,7 @@ HOOKED = {
 }
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("a layer-one_hot", "a linear layer-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("place", HOOKED)
 def test_hooks_that_come_and_go(variant, place):

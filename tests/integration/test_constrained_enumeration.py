@@ -196,7 +196,7 @@ def test_chains(kind, way, monkeypatch):
             check_emitted(p, tree, chance[:, None, None] * stopped[..., None] * residual, DEPTH + 1)
 
 
-@pytest.mark.by_day("btree-function", "module-function")
+@pytest.mark.by_day("module-function")
 @pytest.mark.parametrize(
     ("kind", "way"),
     [*itertools.product(["ff", "btree", "hydra", "eagle", "module"], ["function"]), ("cp", "table"), ("hmm", "table")],

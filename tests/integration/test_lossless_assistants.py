@@ -69,6 +69,7 @@ def test_ngram_statistics_hold_what_was_found():
         assert max(map(len, found)) == 3 * branches
 
 
+@pytest.mark.by_day("0.9")
 @pytest.mark.parametrize("threshold", [0.0, 0.9])
 def test_an_assistant_drafts_for_a_byte_model_with_a_cache_of_its_own(threshold):
     """Its cache has a length per row and no columns, with padded rows and without; unsure drafts end early."""

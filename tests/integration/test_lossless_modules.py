@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
@@ -30,7 +31,7 @@ def prompts(count):
 @pytest.fixture(scope="module")
 def plain(model):
     """Prompts, and what plain decoding appends to each alone."""
-    batch = prompts(40)
+    batch = prompts(16)
     return batch, [greedy(model, [p], use_mtp=False).sequences[0, len(p) :] for p in batch]
 
 
@@ -40,6 +41,7 @@ def greedy(model, batch, **options):
     return model.generate(**inputs, **options)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("drafts", [1, 3, 5])
 def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(model, plain, drafts):
     (batch, expected), alone, ragged = plain, set(), set()
@@ -55,6 +57,7 @@ def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(model, plain, dr
     assert alone == ragged == set(range(drafts + 1))
 
 
+@pytest.mark.by_day("0.05", "0.9")
 @pytest.mark.parametrize("threshold", [0.05, 0.9, 1.0])
 def test_drafts_end_where_they_are_unsure(model, threshold):
     prompt = prompts(10)[9]
@@ -78,3 +81,13 @@ def enumerate_outcomes(model, prompt):
 def test_drafting_needs_at_least_one_token(model):
     with pytest.raises(ValueError, match="num_assistant_tokens=.*0.*1"):
         model.generate(torch.arange(5)[None], num_assistant_tokens=0)
+
+
+def test_fresh_weights_draft_with_their_own_modules():
+    config = AutoConfig.from_pretrained(CHECKPOINT)  # knows the path of another model's modules
+    model, prompt, options = DeepSeekMTP(config).eval(), prompts(10)[9], {"eos_token_id": None, "pad_token_id": 0}
+    drafts = greedy(model, [prompt], **options).speculation.drafts
+    with torch.no_grad():
+        for parameter in model.mtp.parameters():
+            parameter.mul_(-1)
+    assert greedy(model, [prompt], **options).speculation.drafts != drafts

@@ -46,6 +46,7 @@ def decode(model, batch, **options):
     return model.generate(**left_padded(batch), **(defaults | options))
 
 
+@pytest.mark.by_day("interpolation")
 @pytest.mark.parametrize("name", ["binary", "interpolation"])
 def test_text_of_the_public_code(name):
     model = PTPForCausalLM.from_official(RUNS / name, RUNS / "backbone").float().eval()
@@ -59,24 +60,24 @@ def test_text_of_the_public_code(name):
             assert out.sequences[0, -len(wanted) :].tolist() == wanted
 
 
-def test_any_student_writes_the_sequential_text():
-    """200 students x prompts: coupled sampling from the same uniforms, and greedy; alone and in ragged batches."""
-    counts = {"sampled": set(), "greedy": set()}
-    for seed, (noise, slots) in enumerate([(0.0, 6), (0.003, 5), (0.01, 4), (0.03, 3), (0.3, 2)]):
-        model = official(noise, seed, slots)
-        batch = prompts(40, seed)
-        uniforms = torch.rand(len(batch), NEW_TOKENS)
-        options = {"sampled": SAMPLING, "greedy": {"do_sample": False}}
-        for kind, how in options.items():
-            given = {"uniforms": uniforms} if kind == "sampled" else {}
-            want = decode(model, batch, use_mtp=False, **how, **given).sequences[:, -NEW_TOKENS:]
-            for size in (1, 4):
-                for start in range(0, len(batch), size):
-                    chosen = slice(start, start + size)
-                    out = decode(model, batch[chosen], **how, **{k: u[chosen] for k, u in given.items()})
-                    assert torch.equal(out.sequences[:, -NEW_TOKENS:], want[chosen])
-                    counts[kind] |= set().union(*out.speculation.rows_accepted)
-    assert counts["sampled"] >= set(range(5)) and counts["greedy"] >= set(range(5)), counts
+STUDENTS = [(0.0, 6), (0.003, 5), (0.01, 4), (0.03, 3), (0.3, 2)]  # noise of the adapters, and slots
+
+
+@pytest.mark.by_day("1", "4")
+@pytest.mark.parametrize("seed", range(len(STUDENTS)))
+def test_any_student_writes_the_sequential_text(seed):
+    """Coupled sampling from the same uniforms, and greedy; alone and in ragged batches."""
+    model, batch = official(STUDENTS[seed][0], seed, STUDENTS[seed][1]), prompts(12, seed)
+    uniforms, counts = torch.rand(len(batch), NEW_TOKENS), set()
+    for how, given in ((SAMPLING, {"uniforms": uniforms}), ({"do_sample": False}, {})):
+        want = decode(model, batch, use_mtp=False, **how, **given).sequences[:, -NEW_TOKENS:]
+        for size in (1, 4):
+            for start in range(0, len(batch), size):
+                chosen = slice(start, start + size)
+                out = decode(model, batch[chosen], **how, **{name: u[chosen] for name, u in given.items()})
+                assert torch.equal(out.sequences[:, -NEW_TOKENS:], want[chosen])
+                counts |= set().union(*out.speculation.rows_accepted)
+    assert counts >= set(range(min(STUDENTS[seed][1], 4))), counts
 
 
 def test_plain_decoding_from_uniforms_is_inverse_cdf_sampling():
@@ -105,7 +106,7 @@ def tiny(variant, **options):
     return model.eval()
 
 
-@pytest.mark.by_day("independent-block-1", "categorical-coupled-3")
+@pytest.mark.by_day("categorical-coupled-3")
 @pytest.mark.parametrize(
     ("variant", "rule", "many"),
     [
@@ -186,7 +187,7 @@ def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_process
         assert (torch.stack(first.scores)[torch.arange(NEW_TOKENS), row, text[-NEW_TOKENS:]] > -torch.inf).all()
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("scalar-one_hot", "threshold-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 @pytest.mark.parametrize("features", ["bits", "arithmetic", "threshold", "scalar", "interpolate"])
 def test_save_load_and_generate(variant, features, tmp_path):

@@ -15,7 +15,7 @@ NAMES = list(TOWERS)
 SEEDS = {"inkling_mm_model": 9, "minimax_m3_vl": 1}
 
 
-@pytest.mark.by_day("qwen3_5", "glm4v_moe")
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_behind_images_equals_the_main_model_s(name):
     model = tower_model(name, VOCABULARY, SEEDS.get(name, 0))
@@ -31,7 +31,7 @@ def test_greedy_behind_images_equals_the_main_model_s(name):
     assert torch.equal(model.generate(**alone, num_assistant_tokens=DRAFTS, **options).sequences, want)
 
 
-@pytest.mark.by_day("qwen3_5", "inkling_mm_model")
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_drafts_behind_images_are_those_of_whole_texts(name):

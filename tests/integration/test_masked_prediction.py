@@ -22,7 +22,7 @@ def write(model, lengths=(5, 1, 9, 2), **options):
     return model.generate(**batch, **how)
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("linear-mlp", "2-none")
 @pytest.mark.parametrize("sampler", ["mlp", "none"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_greedy_text_is_plain_greedy_text(budget, sampler):
@@ -58,6 +58,7 @@ def test_linear_decoding_takes_a_plain_step_after_a_rejection():
         assert set(cycles) >= {(0, 0), (size, 0), (size, 1)}
 
 
+@pytest.mark.by_day("token-linear", "coupled-None")
 @pytest.mark.parametrize(("rule", "budget"), [("block", "quadratic"), ("token", "linear"), ("coupled", None)])
 def test_sampled_text_has_the_distribution_of_the_backbone(rule, budget):
     torch.manual_seed(5)

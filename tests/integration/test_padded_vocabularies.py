@@ -48,7 +48,7 @@ def test_greedy_text_is_the_backbones():
         assert any(map(any, out.speculation.rows_accepted)) and max(drafts) < 40
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("11-14-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("own, theirs", [(11, 14), (11, 9)])
 def test_students_draft_for_other_sizes(variant, own, theirs):
@@ -66,7 +66,7 @@ def test_students_draft_for_other_sizes(variant, own, theirs):
             assert torch.equal(out, large.generate(**batch, **options, assistant_model=small, use_mtp=False))
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("{}-7-block", "{}-4-categorical")
 @pytest.mark.parametrize("kind", ["block", "token", "categorical", "one_hot"])
 @pytest.mark.parametrize("own", [4, 7])
 @pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)

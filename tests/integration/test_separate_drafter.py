@@ -30,7 +30,7 @@ def write(model, lengths=(5, 1, 9, 2), **options):
     return model.generate(**batch, **how)
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("how1-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 6}])
 def test_the_same_uniforms_pick_the_same_tokens(variant, how):
@@ -65,7 +65,7 @@ def test_an_equal_model_never_misses_the_first_token():
         assert len({tuple(accepted) for accepted in stats.rows_accepted}) > 1
 
 
-@pytest.mark.by_day("one_hot-coupled", "categorical-block")
+@pytest.mark.by_day("one_hot-coupled")
 @pytest.mark.parametrize(("variant", "rule"), [("one_hot", "coupled"), ("one_hot", "token"), ("categorical", "block"),
                                                ("categorical", "token"), ("categorical", "coupled")])  # fmt: skip
 def test_sampled_text_follows_the_larger_model(variant, rule):
@@ -98,6 +98,7 @@ def test_backbones_of_different_families():
     assert torch.equal(write(large, assistant_model=small), write(large))
 
 
+@pytest.mark.by_day("one_hot")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 def test_slots_with_a_greedy_wish(variant):
     large = backbone(seed=2).double()

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.matrix.life_cycle import LifeCycleConformance
+
 MECHANISMS = {
     "heads-llama",  # a chain
     "ngram-tree-llama",  # a tree
@@ -12,19 +14,24 @@ MECHANISMS = {
     "cascade-qwen3",
     "assistant-llama",
 }
-HABITS = {"test_greedy", "test_sampled", "test_rows_draft_what_they_draft_alone", "test_continuation"}
-"""Of the other entries, by day."""
-KITS = {"heads-llama", "suffix-mistral"}
-"""The entries on which `tokenahead.testing` tries all calls that it knows, by day."""
+ALL = {"test_greedy", "test_sampled", "test_rows_draft_what_they_draft_alone"}
+"""Habits of every entry by day."""
+FEW = {
+    "test_what_decodes_plainly", "test_in_pipeline", "test_streamers", "test_own_criteria", "test_chunked_prefill",
+    "test_several_sequences", *vars(LifeCycleConformance),
+}  # fmt: skip
+"""Habits that meet the loop or the model alone: of three entries by day, a head, an assistant and a model."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """All habits of one entry for each mechanism run by day, and of the others a few."""
+    """Other habits run by day for one entry of each mechanism."""
     for item in items:
         name = getattr(item.cls, "name", None) if item.cls is not None else None
-        if name is None:
+        if name is None or item.originalname in ALL:
             continue
-        by_day = KITS if item.originalname == "test_kit" else MECHANISMS
-        if name not in by_day and item.originalname not in HABITS:
+        by_day = {"heads-llama", "assistant-llama", "evabyte-btree"} if item.originalname in FEW else MECHANISMS
+        if item.originalname == "test_kit":
+            by_day = {"heads-llama", "suffix-mistral"}
+        if name not in by_day:
             item.add_marker("nightly")

@@ -180,7 +180,7 @@ BEHIND = {
 }
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("llama-translated", "gpt2-eagle", "llama-layer")
 @pytest.mark.parametrize("last", BEHIND)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_drafter_catches_up_where_one_row_ended_long_before(name, last):
@@ -207,7 +207,7 @@ def test_translated_drafts_are_the_assistants_own_after_tokens_that_others_draft
     assert found[0] == found[1]
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("block-eagle-joined", "token-assistant-first")
 @pytest.mark.parametrize("joins", [False, True], ids=["first", "joined"])
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("rule", ["block", "token"])

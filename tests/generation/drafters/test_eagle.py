@@ -59,7 +59,7 @@ class _Watched(EagleSession):
         return tree
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("1-tree", "3-static")
 @pytest.mark.parametrize("name", DRAFTS)
 def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypatch):
     head, prompts = trained_pair
@@ -74,6 +74,7 @@ def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypa
     head.backbone.generate(**batch, assistant_model=head, **GREEDY, **DRAFTS[name])
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.core
 @pytest.mark.parametrize("version", [1, 3])
 def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary(version):
@@ -104,6 +105,7 @@ def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocab
                 torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
 
 
+@pytest.mark.by_day("3")
 def test_it_drafts_less_where_less_pays_and_none_at_the_end(trained_pair):
     head, prompts = trained_pair
     batch = left_padded(prompts)

@@ -67,7 +67,7 @@ def test_drafts_are_made_from_verified_rows_alone(pair):
 WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
 
 
-@pytest.mark.by_day("token-warped", "clusters-block-warped")
+@pytest.mark.by_day("clusters-block-warped")
 @pytest.mark.parametrize(
     ("clusters", "rule", "processors"),
     [(False, "block", {}), (False, "token", WARPED), (True, "block", WARPED), (True, "token", {})],

@@ -84,7 +84,7 @@ def test_blocks_are_n_grams_and_guesses_that_the_backbone_corrects(cycles):
     assert drafter.table[:-1].tolist() == list(known.values())
 
 
-@pytest.mark.by_day("1", "30")
+@pytest.mark.by_day("30")
 @pytest.mark.parametrize("number", [1, 2, 4, 30])
 def test_the_longest_path_is_what_is_asked_for(number):
     model, batch = backbone(), left_padded(prompts(3))

@@ -25,7 +25,7 @@ def trained(kind, base, steps=30):
     return heads.eval()
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("full-hydra++", "sliding-layer-weighted")
 @pytest.mark.parametrize("kind", ["hydra++", "layer", "layer-weighted"])
 @pytest.mark.parametrize("family", ["full", "sliding"])
 def test_the_cache_of_heads_that_attend_gives_what_a_whole_pass_gives(kind, family, monkeypatch):

@@ -34,6 +34,7 @@ def cycles(monkeypatch):
     return seen
 
 
+@pytest.mark.by_day("chain", "own")
 @pytest.mark.parametrize(
     "tree", [None, {"top_k": 1}, [(0,), (2,), (2, 1), (0, 0), (0, 0, 2)]], ids=["usual", "chain", "own"]
 )

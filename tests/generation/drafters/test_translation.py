@@ -38,7 +38,7 @@ def pair(name="llama", size=46, kind="bytes", translate=None):
     return model, AssistantDrafter(speaker(name, size, kind, 40), DRAFT, **both, translate=translate).attach(model)
 
 
-@pytest.mark.by_day("llama-46-bytes-text", "gpt2-58-bytes-vocabulary")
+@pytest.mark.by_day("gpt2-58-bytes-vocabulary")
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize("name, size, kind", ASSISTANTS)
 def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
@@ -49,7 +49,7 @@ def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
     assert {0, 1, 2} <= seen
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("llama-46-bytes-text", "gpt2-58-bytes-vocabulary")
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize("name, size, kind", ASSISTANTS)
 def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate, monkeypatch):

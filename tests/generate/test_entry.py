@@ -43,6 +43,7 @@ def fields_on(place, model, **fields):
 PLACES = ["call", "passed", "own"]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("place", PLACES)
 def test_stop_strings(pair, place):
     model, extra, plain = pair
@@ -58,6 +59,7 @@ def test_stop_strings(pair, place):
         model.generate(IDS[:1], **common, **extra)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("place", PLACES)
 def test_several_return_sequences_with_use_mtp(pair, place):
     model, extra, _ = pair
@@ -69,6 +71,7 @@ def test_several_return_sequences_with_use_mtp(pair, place):
     assert out.sequences.shape == (6, 22) and len(out.speculation.rows_drafts) == 6
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("managed", [False, True])
 def test_peers_of_sharded_models_are_found_as_transformers_does(pair, managed, monkeypatch):
     model, extra, _ = pair

@@ -210,6 +210,7 @@ def gap(monkeypatch, session, rule, p):
     return max(abs(found.get(text, 0.0) - want[text]) for text in want)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_text_has_the_targets_distribution(name, rule, monkeypatch):
@@ -295,6 +296,7 @@ CALLS = {
 }
 
 
+@pytest.mark.by_day("state-token", "no numbers-block", "state, tree-block")
 @pytest.mark.parametrize(
     ("name", "rule"), [*((name, "block") for name in CALLS), ("state", "token"), ("no numbers", "token")]
 )

@@ -31,6 +31,7 @@ def states(cache):
     ]
 
 
+@pytest.mark.by_day("kimi_linear", "qwen3_next")
 @pytest.mark.parametrize("name", RECURRENT)
 @torch.no_grad()
 def test_every_row_keeps_its_own_number_of_tokens(name):
@@ -115,20 +116,22 @@ def other_backbone(name):
     return shake(AutoModelForCausalLM.from_config(config)).eval()
 
 
-@pytest.mark.core_cases("nemotron_h")
-@pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "lfm2", "mamba"])
-def test_drafters_of_any_kind_speculate_on_recurrent_backbones(name, caplog):
-    model = other_backbone(name) if name in OTHERS else recurrent_model(name, vocab_size=5)
-    batch = left_padded([torch.randint(0, 5, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 5, 7, 12)])
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    plain = model.generate(**batch, **options)
-    drafter = NgramDrafter().attach(model)
-    out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **options)
-    assert torch.equal(out.sequences, plain)
-    if name == "mamba":  # no column tells how long its cache is
-        assert getattr(out, "speculation", None) is None
-    else:
-        assert max(set().union(*out.speculation.rows_accepted)) > 0
+@pytest.mark.core
+def test_drafters_of_any_kind_speculate_on_recurrent_backbones(caplog):
+    for name in ["nemotron_h", "falcon_h1", "lfm2", "mamba"]:
+        model = other_backbone(name) if name in OTHERS else recurrent_model(name, vocab_size=5)
+        batch = left_padded(
+            [torch.randint(0, 5, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 5, 7, 12)]
+        )
+        options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        plain = model.generate(**batch, **options)
+        drafter = NgramDrafter().attach(model)
+        out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **options)
+        assert torch.equal(out.sequences, plain)
+        if name == "mamba":  # no column tells how long its cache is
+            assert getattr(out, "speculation", None) is None
+        else:
+            assert max(set().union(*out.speculation.rows_accepted)) > 0
 
 
 def test_trees_are_refused_by_name():

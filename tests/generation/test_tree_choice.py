@@ -87,22 +87,22 @@ def test_a_lucky_trial_of_a_wider_tree_is_not_believed():
     assert fastest_tree(lambda tree: stats(tree, 1.0, [1] * 9 if tree["top_k"] == 1 else [2, 3] * 5), 2)["top_k"] > 1
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain(do_sample):
-    model, prompt = backbone(), torch.randint(2, 48, (1, 5))
-    heads, texts = train_heads(model, steps=15), []
-    for options in ({"draft_tree": {"depth": 1, "top_k": 1}}, {"num_assistant_tokens": 2}):
-        torch.manual_seed(3)
-        out = model.generate(
-            prompt,
-            assistant_model=heads,
-            do_sample=do_sample,
-            max_new_tokens=12,
-            return_dict_in_generate=True,
-            **options,
-        )
-        texts.append((out.sequences, out.speculation))
-    assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
+def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain():
+    for do_sample in [False, True]:
+        model, prompt = backbone(), torch.randint(2, 48, (1, 5))
+        heads, texts = train_heads(model, steps=15), []
+        for options in ({"draft_tree": {"depth": 1, "top_k": 1}}, {"num_assistant_tokens": 2}):
+            torch.manual_seed(3)
+            out = model.generate(
+                prompt,
+                assistant_model=heads,
+                do_sample=do_sample,
+                max_new_tokens=12,
+                return_dict_in_generate=True,
+                **options,
+            )
+            texts.append((out.sequences, out.speculation))
+        assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
 
 
 @pytest.mark.core_cases("own0-asked0")
@@ -126,14 +126,15 @@ def test_a_copy_chooses_its_own_tree():
     assert copy.deepcopy(heads).tree_choices == {} == pickle.loads(pickle.dumps(heads)).tree_choices
 
 
-@pytest.mark.parametrize("tree", [[["a"]], [[0.5]], [[True]], ["0"], [], [[]], {"choices": "ab"}])
-def test_paths_that_are_none_are_refused_as_they_were_given(tree):
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=3)
-    with pytest.raises(ValueError, match="list of paths"):
-        model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=tree, max_new_tokens=3)
+def test_paths_that_are_none_are_refused_as_they_were_given():
+    for tree in [[["a"]], [[0.5]], [[True]], ["0"], [], [[]], {"choices": "ab"}]:
+        model = backbone()
+        heads = MTPHeads.from_backbone(model, window=3)
+        with pytest.raises(ValueError, match="list of paths"):
+            model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=tree, max_new_tokens=3)
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_tree_is_chosen_once_and_then_decodes_as_if_it_had_been_given(do_sample):
     model = backbone()
@@ -193,6 +194,7 @@ def test_chosen_trees_are_lossless_in_ragged_batches():
     assert len(check_greedy(model, heads, prompts(8), new=16, draft_tree="auto")) > 1
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("use_mtp", [None, True])
 def test_trials_warn_of_nothing(use_mtp):
     model = backbone()

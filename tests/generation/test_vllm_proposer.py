@@ -120,6 +120,7 @@ def decode(base, runner, temperature=None):
     return texts, made
 
 
+@pytest.mark.by_day("btree", "medusa")
 @pytest.mark.core_cases("ff")
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_ragged_requests_are_those_of_generate(kind, runner_class, tmp_path):

@@ -67,13 +67,13 @@ class Steered(torch.nn.Module):
         return self.layer(*args, **kwargs) + self.vector
 
 
-@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
-def test_drafts_are_those_of_the_whole_model(variant):
-    base = backbone(seed=2).double()
-    whole = student(variant, base).eval()
-    want = write(whole, return_dict_in_generate=True).speculation.rows_drafts
-    apart = PTPStudent.from_model(whole).attach(base)
-    assert write(base, assistant_model=apart, return_dict_in_generate=True).speculation.rows_drafts == want
+def test_drafts_are_those_of_the_whole_model():
+    for variant in ["one_hot", "categorical", "mask"]:
+        base = backbone(seed=2).double()
+        whole = student(variant, base).eval()
+        want = write(whole, return_dict_in_generate=True).speculation.rows_drafts
+        apart = PTPStudent.from_model(whole).attach(base)
+        assert write(base, assistant_model=apart, return_dict_in_generate=True).speculation.rows_drafts == want
 
 
 HOOKED = {
@@ -85,6 +85,7 @@ HOOKED = {
 }
 
 
+@pytest.mark.by_day("a layer-one_hot", "a linear layer-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("place", HOOKED)
 def test_hooks_that_come_and_go(variant, place):
@@ -109,6 +110,7 @@ def test_hooks_that_were_there():
     agrees(base, apart)
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_hooks_on_the_model_itself(family):
     base, apart = attached(family=family)

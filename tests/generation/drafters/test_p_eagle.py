@@ -76,6 +76,7 @@ def test_drafts_are_those_of_one_forward(pair):
     assert len(seen) > 3
 
 
+@pytest.mark.by_day("block-processors0")
 @pytest.mark.parametrize(
     ("rule", "processors"), [("block", {}), ("token", {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2})]
 )
@@ -96,6 +97,7 @@ def test_sampled_distribution_of_ragged_rows(rule, processors):
         assert continuation_p_value(out.sequences[row::2, 8:10], distribution) > 0.001
 
 
+@pytest.mark.by_day("pard_token")
 @pytest.mark.parametrize("name", ["ptd_token_id", "pard_token", "mask_token_id"])
 def test_folders_that_vllm_reads(pair, tmp_path, name):
     """Its loader takes `mask_hidden` in any shape, and the token by one of several names."""

@@ -19,6 +19,7 @@ def exported(head, folder, layout):
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
+@pytest.mark.by_day("official", "speculators", "sglang")
 @pytest.mark.core_cases("official")
 @pytest.mark.parametrize("layout", ["official", "specforge", "speculators", "vllm", "sglang"])
 def test_every_layout_of_version_3_comes_back(layout, tmp_path):
@@ -46,6 +47,7 @@ def test_a_map_of_the_whole_vocabulary_is_left_out_where_its_reader_stops_at_one
     assert head.config.draft_vocab_size == head.config.vocab_size and ("d2t" in tensors) == (layout != "vllm")
 
 
+@pytest.mark.by_day("vllm", "sglang")
 @pytest.mark.parametrize("layout", ["official", "vllm", "sglang"])
 def test_every_layout_of_version_1_comes_back(layout, tmp_path):
     base = tiny_backbone()
@@ -84,9 +86,8 @@ def test_options_come_back_from_the_layouts_that_know_them(options, layouts, tmp
         assert torch.equal(again.step(again.fuse(states), IDS)[1], head.step(head.fuse(states), IDS)[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "layout", "message"),
-    [
+def test_what_a_reader_would_misread_is_refused(tmp_path):
+    for options, layout, message in [
         (dict(norm_output=True), "official", "norm_output"),
         (dict(head_dim=16), "official", "head_dim.*16"),
         (dict(num_hidden_layers=2), "official", "layer.*2"),
@@ -102,20 +103,17 @@ def test_options_come_back_from_the_layouts_that_know_them(options, layouts, tmp
         (dict(version=1, draft_vocab_size=9), "official", "draft_vocab_size=9"),
         (dict(version=1), "specforge", "layout.*3"),
         (dict(), "gguf", "layout='gguf'"),
-    ],
-    ids=str,
-)
-def test_what_a_reader_would_misread_is_refused(options, layout, message, tmp_path):
-    head = EagleHead.from_backbone(tiny_backbone(), **options)
-    with pytest.raises(ValueError, match=message):
-        head.export(tmp_path / "folder", layout=layout)
-    assert not (tmp_path / "folder").exists()
+    ]:
+        head = EagleHead.from_backbone(tiny_backbone(), **options)
+        with pytest.raises(ValueError, match=message):
+            head.export(tmp_path / "folder", layout=layout)
+        assert not (tmp_path / "folder").exists()
 
 
-@pytest.mark.parametrize("layout", ["official", "vllm", "speculators"])
-def test_ids_that_begin_with_1_come_back(layout, tmp_path):
-    EagleHead.from_backbone(tiny_backbone(), aux_layers=[1, 2]).export(tmp_path, layout=layout)
-    assert EagleHead.from_pretrained(tmp_path).config.aux_layers == [1, 2]
+def test_ids_that_begin_with_1_come_back(tmp_path):
+    for layout in ["official", "vllm", "speculators"]:
+        EagleHead.from_backbone(tiny_backbone(), aux_layers=[1, 2]).export(tmp_path, layout=layout)
+        assert EagleHead.from_pretrained(tmp_path).config.aux_layers == [1, 2]
 
 
 @pytest.mark.core

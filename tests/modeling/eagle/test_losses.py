@@ -21,6 +21,7 @@ def training_case(name):
     return case.head, golden, lambda: case.head(golden["train_input_ids"], **inputs)
 
 
+@pytest.mark.by_day("eagle3_llama-5", "eagle1_llama-128", "hass_qwen2-5")
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_the_official_ones(name, block, monkeypatch):
@@ -83,6 +84,7 @@ def test_ignored_labels_do_not_count_and_are_still_read():
     torch.testing.assert_close(head(IDS, labels=labels).step_losses, part)
 
 
+@pytest.mark.by_day("3-options0-cross_entropy", "1-options2-block", "3-options3-cross_entropy")
 @pytest.mark.parametrize("divergence", ["cross_entropy", "block"])
 @pytest.mark.parametrize(("version", "options"), [*OBJECTIVES, (3, {"draft_ids": torch.arange(0, 64, 2)})])
 def test_rows_without_targets_have_no_logits(version, options, divergence, monkeypatch):
@@ -152,6 +154,7 @@ def test_rows_outside_the_draft_vocabulary_count_and_add_nothing(version):
     torch.testing.assert_close(head(IDS, labels=IDS).step_losses, terms[drafted].sum()[None] / drafted.numel())
 
 
+@pytest.mark.by_day("{'objective': 'hass'}")
 @pytest.mark.parametrize("options", [{}, {"divergence": "block"}, {"objective": "hass"}], ids=str)
 def test_version_1_learns_over_a_draft_vocabulary(options):
     head = head_and_batch(1, draft_ids=IDS.unique()[::2], loss_options=options)
@@ -226,9 +229,8 @@ def test_texts_too_short_for_a_pair_have_no_loss():
     assert out.loss == 0 and out.step_losses.tolist() == [0.0] * 7
 
 
-@pytest.mark.parametrize(
-    ("version", "options", "message"),
-    [
+def test_options_are_checked():
+    for version, options, message in [
         (3, {"objective": "hass"}, "objective='hass'.*3.*'ttt'"),
         (1, {"objective": "ttt"}, "'eagle1'.*'hass'"),
         (1, {"steps": 2}, "steps=2.*1.*'eagle1'"),
@@ -236,11 +238,9 @@ def test_texts_too_short_for_a_pair_have_no_loss():
         (3, {"decay": -0.1}, "decay=-0.1"),
         (1, {"objective": "hass", "topk": 0}, "topk=0"),
         (3, {"label_weight": 1.5}, "label_weight=.*1.5.*0.*1"),
-    ],
-)
-def test_options_are_checked(version, options, message):
-    with pytest.raises(ValueError, match=message):
-        EagleLossOptions(**options).resolved(version)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EagleLossOptions(**options).resolved(version)
 
 
 def test_options_are_saved_when_they_differ(tmp_path):
@@ -250,6 +250,7 @@ def test_options_are_saved_when_they_differ(tmp_path):
     assert EagleHead.from_pretrained(tmp_path).loss_options == EagleLossOptions(steps=5)
 
 
+@pytest.mark.by_day("official")
 @pytest.mark.parametrize("layout", ["tokenahead", "official"])
 def test_a_plain_trainer_trains_saves_and_resumes(layout, tmp_path):
     head = head_and_batch(loss_options={"steps": 2})

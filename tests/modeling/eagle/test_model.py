@@ -115,6 +115,11 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.by_day(
+    "{'version': 1, 'fc_bias': True, 'attention_bias': True, 'num_hidden_layers': 2}",
+    "{'fc_norm': True, 'norm_output': True, 'norm_before_residual': True}",
+    "{'use_aux_hidden_state': False, 'qk_norm': True, 'head_dim': 16}",
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_round_trips_and_matters(options, tmp_path):
     base = tiny_backbone()
@@ -152,6 +157,7 @@ def test_only_the_wanted_states_are_needed():
     assert EagleHead.from_backbone(base, version=1).hidden_layers == -1
 
 
+@pytest.mark.by_day("1-GPT2Config-", "3-Qwen3Config-")
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -219,18 +225,15 @@ def test_a_copy_of_the_embeddings_is_used_and_frozen():
     assert not head.embed_tokens.weight.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_another_backbone_is_refused_by_name():
+    for changes, message in [
         ({"vocab_size": 65}, "vocab_size.*64.*LlamaForCausalLM.*65"),
         ({"hidden_size": 64}, "hidden_size.*32"),
         ({"num_hidden_layers": 4}, "aux_layers=.*2.*4.*5.*4"),
-    ],
-)
-def test_another_backbone_is_refused_by_name(changes, message):
-    head = EagleHead.from_backbone(tiny_backbone()).detach()
-    with pytest.raises(ValueError, match=message):
-        head.attach(tiny_backbone(**changes))
+    ]:
+        head = EagleHead.from_backbone(tiny_backbone()).detach()
+        with pytest.raises(ValueError, match=message):
+            head.attach(tiny_backbone(**changes))
 
 
 def test_default_layers_need_seven():
@@ -277,16 +280,16 @@ def test_a_backbone_with_its_own_cache_is_refused(trained):
         EagleHead.from_backbone(trained, version=1)
 
 
-@pytest.mark.parametrize("kind", ["t5", "mamba", "bloom", "mpt"])
-def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name(kind):
-    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=16, num_hidden_layers=2)
-    model = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
-    base = model.from_config(config)
-    with pytest.raises(ValueError, match=type(base).__name__):
-        EagleHead.from_backbone(base, version=1)
-    head = EagleHead(EagleHeadConfig(version=1, vocab_size=64, hidden_size=16, num_attention_heads=2))
-    with pytest.raises(ValueError, match=type(base).__name__):
-        head.attach(base)
+def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name():
+    for kind in ["t5", "mamba", "bloom", "mpt"]:
+        config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=16, num_hidden_layers=2)
+        model = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+        base = model.from_config(config)
+        with pytest.raises(ValueError, match=type(base).__name__):
+            EagleHead.from_backbone(base, version=1)
+        head = EagleHead(EagleHeadConfig(version=1, vocab_size=64, hidden_size=16, num_attention_heads=2))
+        with pytest.raises(ValueError, match=type(base).__name__):
+            head.attach(base)
 
 
 def test_a_copy_is_detached_and_equal():
@@ -316,6 +319,7 @@ def said(monkeypatch):
     return messages
 
 
+@pytest.mark.by_day("speculators")
 @pytest.mark.parametrize("layout", ["tokenahead", "speculators"])
 def test_a_head_of_another_kind_of_backbone_warns_and_drafts(layout, said, tmp_path):
     head, other = EagleHead.from_backbone(tiny_backbone()), mistral()
@@ -347,6 +351,7 @@ def test_a_head_does_not_warn_of_its_own_kind_or_where_nothing_is_known(said, tm
     assert not said
 
 
+@pytest.mark.by_day("EAGLE-1-dtype0", "EAGLE-3-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("options", [dict(version=1), dict(version=3, aux_layers=[1])], ids=["EAGLE-1", "EAGLE-3"])
 def test_a_backbone_may_change_its_dtype_while_a_head_is_attached(options, dtype):

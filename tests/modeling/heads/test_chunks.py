@@ -18,6 +18,7 @@ def with_gradients(loss, head, config, hidden, targets, ids):
     return value, means, *torch.autograd.grad(3 * value, (*head.parameters(), hidden))
 
 
+@pytest.mark.by_day("ff-False-5.0-sizes0", "cp-True-7.9-sizes1", "hmm-False-0.1-sizes2", "btree-True-14.0-sizes3")
 @pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -39,6 +40,7 @@ def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes
     assert calls == sizes
 
 
+@pytest.mark.by_day("ff-0", "hmm-5")
 @pytest.mark.parametrize("kept", [0, 1, 5])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_positions_without_targets_have_no_logits(kind, kept, monkeypatch):
@@ -58,6 +60,7 @@ def test_positions_without_targets_have_no_logits(kind, kept, monkeypatch):
     assert seen == [max(kept, 1)]
 
 
+@pytest.mark.by_day("cp")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
     """Hidden states that want no gradient, and a second backward that adds to the first."""
@@ -94,6 +97,7 @@ def test_a_second_backward_through_one_loss_is_refused():
         loss.backward()
 
 
+@pytest.mark.by_day("ff")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
     """In bfloat16, a sum of 256 equal gradients would stop growing long before the end."""
@@ -109,6 +113,7 @@ def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
     torch.testing.assert_close(leaf.weight.grad.float(), want, rtol=0.03, atol=2e-3)
 
 
+@pytest.mark.by_day("ff", "btree")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_float32_heads_read_states_of_any_dtype(kind):
     head, config, hidden, targets = head_and_batch(kind)

@@ -25,6 +25,7 @@ def name(options):
     return "-".join(str(value) for value in options.values())
 
 
+@pytest.mark.by_day("cp-None-3", "hmm-8-6", "btree-None-8")
 @pytest.mark.parametrize("window", [2, 3, 6, 8])
 @pytest.mark.parametrize("leaf_size", [None, 8])
 @pytest.mark.parametrize("kind", CIRCUITS)
@@ -67,6 +68,7 @@ def mean_diagonal(**options):
     return float(transitions.diagonal(dim1=-2, dim2=-1).mean())
 
 
+@pytest.mark.by_day("8-", "32-homogeneous", "4-fixed")
 @pytest.mark.parametrize("more", [{}, {"homogeneous": True}, {"contextual": False}], ids=["", "homogeneous", "fixed"])
 @pytest.mark.parametrize("rank", [2, 4, 8, 32, 128])
 def test_states_of_a_new_chain_persist_at_any_rank(rank, more):
@@ -82,6 +84,7 @@ def test_a_number_stays_possible_as_identity_bias_and_in_saved_configs():
     assert mean_diagonal(rank=32, identity_bias=3.0) == pytest.approx(0.37, abs=0.02)
 
 
+@pytest.mark.by_day("hmm-True", "btree-shared")
 @pytest.mark.parametrize("options", VARIANTS, ids=name)
 def test_save_load_and_generate(options, tmp_path):
     model = tiny_model()
@@ -104,6 +107,7 @@ def test_save_load_and_generate(options, tmp_path):
         assert out.shape == (3, 40)
 
 
+@pytest.mark.by_day("hmm-False", "cp-shared-8")
 @pytest.mark.parametrize("options", VARIANTS, ids=name)
 def test_training_the_head_alone_moves_it_and_nothing_else(options):
     model = tiny_model().train()
@@ -123,6 +127,7 @@ def test_training_the_head_alone_moves_it_and_nothing_else(options):
         assert torch.equal(value, before[key]) != key.startswith("mtp_head."), key
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CIRCUITS)
 def test_components_separate_in_training(kind):
     """Copied leaves and contextual sum weights: equal states grow apart, and the mixture beats the FF heads."""
@@ -143,6 +148,7 @@ def test_components_separate_in_training(kind):
     assert spread() > 1e-3
 
 
+@pytest.mark.by_day("btree")
 @pytest.mark.parametrize("kind", CIRCUITS)
 def test_training_with_the_backbone_trains_the_next_byte_head_too(kind):
     model = tiny_model().train()
@@ -199,6 +205,7 @@ def test_heads_apart_may_be_circuits():
         heads.detach()
 
 
+@pytest.mark.by_day("leaf.weight")
 @pytest.mark.parametrize("attribute", ["leaf.weight", "sum_weight"])
 def test_nan_weights_draft_nothing_and_leave_the_text_alone(attribute):
     model = tiny_model()

@@ -30,6 +30,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> N
     torch.testing.assert_close(got, want.to(dtype), **CLOSE[dtype])
 
 
+@pytest.mark.by_day("ff_n5_r1_v5-dtype0", "r1_ff-dtype1")
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("name", DENSITIES)
 def test_golden_density(name, dtype):
@@ -41,6 +42,7 @@ def test_golden_density(name, dtype):
     assert distribution.window == x.shape[1]
 
 
+@pytest.mark.by_day("ff_n5_r1_v5")
 @pytest.mark.parametrize("name", DENSITIES)
 def test_golden_condition(name):
     data = golden(name)
@@ -57,6 +59,7 @@ def test_golden_condition(name):
     assert_close(marginals, data["univ_given_first"][:, 1:], torch.float64)
 
 
+@pytest.mark.by_day("ff_n2_r1_v5")
 @pytest.mark.parametrize("name", DENSITIES)
 def test_golden_greedy(name):
     data = golden(name)
@@ -67,6 +70,7 @@ def test_golden_greedy(name):
     assert torch.equal(batched(data, torch.float32).greedy(), data["greedy_seq"].expand(len(data["x"]), -1))
 
 
+@pytest.mark.by_day("ff_n8_r1_v5")
 @pytest.mark.parametrize("name", DENSITIES)
 def test_golden_gradient(name):
     data = golden(name)
@@ -87,6 +91,7 @@ def test_golden_contextual():
     assert_close(distribution.prefix_log_prob(data["x"]), data["prefix_logq"], torch.float64)
 
 
+@pytest.mark.by_day("ff_n2_r1_v5")
 @pytest.mark.parametrize("name", ["ff_n2_r1_v5", "ff_n5_r1_v5", "r1_ff"])
 def test_all_windows_together(name):
     """Enumeration: the joint of every window, and its sum."""
@@ -100,6 +105,7 @@ def test_all_windows_together(name):
     assert abs(float(probability.sum()) - 1) < 1e-12
 
 
+@pytest.mark.by_day("dtype2")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sample_follows_the_joint(dtype):
     logits = golden("r1_ff")["params.leaf_logits"].to(dtype)
@@ -119,6 +125,7 @@ def test_sample_is_reproducible():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.by_day("dtype0-inside0", "dtype3-inside3")
 @pytest.mark.parametrize(
     ("dtype", "inside"),
     [
@@ -226,10 +233,10 @@ def test_unknown_family_is_refused():
         circuit_from_logits("mlp", leaf_logits=torch.zeros(2, 1, 5))
 
 
-@pytest.mark.parametrize("name", ["root_logits", "trans_logits", "node_logits"])
-def test_parameters_of_other_families_are_refused(name):
-    with pytest.raises(ValueError, match=rf"{name}.*'ff' needs none"):
-        circuit_from_logits("ff", leaf_logits=torch.zeros(2, 1, 5), **{name: torch.zeros(1)})
+def test_parameters_of_other_families_are_refused():
+    for name in ["root_logits", "trans_logits", "node_logits"]:
+        with pytest.raises(ValueError, match=rf"{name}.*'ff' needs none"):
+            circuit_from_logits("ff", leaf_logits=torch.zeros(2, 1, 5), **{name: torch.zeros(1)})
 
 
 def test_rank_of_another_family_is_refused():

@@ -91,6 +91,14 @@ def name_of(value):
     return str(value) if not isinstance(value, dict) else "-".join(value) or "plain"
 
 
+@pytest.mark.by_day(
+    "ff-1-plain",
+    "cp-2-plain",
+    "btree-3-plain",
+    "hmm-2-transition_context-homogeneous",
+    "hmm-3-leaf_size-transition_context",
+    "btree-0-leaf_size",
+)
 @pytest.mark.parametrize(("kind", "count", "options"), CASES, ids=name_of)
 @torch.no_grad()
 def test_everything_equals_enumeration(kind, count, options):
@@ -129,6 +137,7 @@ def test_everything_equals_enumeration(kind, count, options):
     assert one.window == N
 
 
+@pytest.mark.by_day("ff-2-plain", "cp-3-plain", "btree-1-plain", "hmm-2-transition_context")
 @pytest.mark.parametrize(("kind", "count", "options"), CASES, ids=name_of)
 @torch.no_grad()
 def test_a_short_draft_is_that_of_the_whole_window(kind, count, options):
@@ -145,6 +154,7 @@ def test_a_short_draft_is_that_of_the_whole_window(kind, count, options):
         close(trees[:, 0].log_softmax(-1), whole.conditional_log_probs(text)[:, length - 1])
 
 
+@pytest.mark.by_day("ff", "hmm")
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
 def test_tables_of_zeros_change_nothing(kind):
@@ -158,6 +168,7 @@ def test_tables_of_zeros_change_nothing(kind):
     assert torch.equal(got.greedy(), want.greedy())
 
 
+@pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("kind", ["ff", "cp", "hmm"])
 def test_drafts_follow_the_joint(kind):
     head, config, states = head_of(kind, 2, window=3, transition_context=kind == "hmm")
@@ -181,6 +192,7 @@ def test_an_unknown_token_before_a_known_one_is_refused():
     close(distribution.token_log_probs(text, unknown)[:, :2], distribution.token_log_probs(text)[:, :2])
 
 
+@pytest.mark.by_day("ff-plain-block", "hmm-temperature-token", "btree-temperature-block")
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("warp", ["plain", "temperature"])
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -213,6 +225,7 @@ HEADS = {
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.by_day("part", "hmm")
 @pytest.mark.parametrize("kind", HEADS)
 def test_heads_draft_learn_and_come_back_from_disk(kind, tmp_path):
     base = backbone()
@@ -275,9 +288,8 @@ def test_tables_are_added_to_trained_heads(kind):
         MTPHeads.from_backbone(base, window=5, head_type="hydra", unembedding=None).add_context(1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_fit_are_refused_by_name():
+    for options, message in [
         (dict(head_type="hydra", context=1), "context=1.*hydra"),
         (dict(head_type="medusa", context=1), "context=1.*medusa"),
         (dict(head_type="layer", context=1), "context=1.*layer"),
@@ -288,11 +300,9 @@ def test_tables_are_added_to_trained_heads(kind):
         (dict(head_type="cp", window=4, context=1, transition_context=True), "transition_context=True.*cp"),
         (dict(head_type="hmm", window=4, transition_context=True), "transition_context=True"),
         (dict(head_type="hmm", window=4, context=1, masked_tokens="marginalise"), "masked_tokens.*context=1"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_by_name(options, message):
-    with pytest.raises(Exception, match=message):
-        MTPHeadConfig(**options)
+    ]:
+        with pytest.raises(Exception, match=message):
+            MTPHeadConfig(**options)
 
 
 def with_config(folder, **changes):

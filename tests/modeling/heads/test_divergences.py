@@ -58,6 +58,7 @@ def test_gradients_are_right_and_finite_where_distributions_hardly_meet(kind):
     assert far.grad.isfinite().all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_an_unknown_one_is_named(kind):
     model, ids = DRAFTERS[kind](), torch.arange(1, 9)[None]

@@ -49,6 +49,7 @@ def rows():
     return left_padded([torch.randint(1, 64, (length,), generator=generator) for length in (9, 3, 12)])
 
 
+@pytest.mark.by_day("ff-tree1", "btree-None", "medusa-tree1", "hydra-own-None", "layer-tree1")
 @pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 3, "total_tokens": 8}])
 @pytest.mark.parametrize("name", TYPES)
 def test_greedy_text_is_the_same_and_drafts_stay_inside(name, tree):
@@ -62,6 +63,7 @@ def test_greedy_text_is_the_same_and_drafts_stay_inside(name, tree):
     assert out.speculation.vocabulary_coverage == pytest.approx(sum(t in KEPT for t in written) / len(written))
 
 
+@pytest.mark.by_day("hmm-None", "hydra-tree1")
 @pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 2, "total_tokens": 5}])
 @pytest.mark.parametrize("name", ["cp", "hmm", "btree", "hydra", "medusa"])
 def test_samples_follow_the_target(name, tree):
@@ -85,6 +87,7 @@ def test_processors_that_leave_nothing_to_draft():
     assert not set(out.sequences[0, 10:].tolist()) & {3, 4, 5} and set(out.speculation.accepted) == {0}
 
 
+@pytest.mark.by_day("ff", "hmm", "medusa", "hydra++", "draft-layers")
 @torch.no_grad()
 @pytest.mark.parametrize("name", TYPES)
 def test_distributions_are_over_all_ids_and_sum_to_one(name):
@@ -119,6 +122,7 @@ def test_a_first_token_without_a_column_says_nothing_of_a_circuit():
     torch.testing.assert_close(after.prefix_log_prob(torch.tensor(KEPT)[windows[:, 1:]]), want)
 
 
+@pytest.mark.by_day("ff", "cp", "medusa-own", "hydra", "layer")
 @pytest.mark.parametrize("name", TYPES)
 def test_losses_are_those_of_the_drafted_targets(name):
     base, heads = made(name)
@@ -153,6 +157,7 @@ def test_a_teacher_is_renormalised_where_it_is_imitated_and_not_where_it_verifie
     torch.testing.assert_close(found.head_losses[1], terms.mean().detach(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.by_day("hydra-own")
 @pytest.mark.parametrize("name", ["cp", "hydra-own", "layer"])
 def test_the_directory_keeps_it(name, tmp_path):
     base, heads = made(name)
@@ -172,12 +177,12 @@ def test_unembeddings_of_their_own_start_as_rows_of_the_backbone_s():
     assert MTPHeads.from_backbone(base, draft_vocab_size=9).draft_ids.tolist() == list(range(9))
 
 
-@pytest.mark.parametrize("wrong", [[], [3, 64], [-1], [4, 4]])
-def test_ids_that_cannot_be_meant(wrong):
-    with pytest.raises(ValueError, match="draft_ids"):
-        MTPHeads.from_backbone(backbone(), draft_ids=wrong)
-    with pytest.raises(StrictDataclassClassValidationError, match="draft_vocab_size=65"):
-        MTPHeads.from_backbone(backbone(), draft_vocab_size=65)
+def test_ids_that_cannot_be_meant():
+    for wrong in [[], [3, 64], [-1], [4, 4]]:
+        with pytest.raises(ValueError, match="draft_ids"):
+            MTPHeads.from_backbone(backbone(), draft_ids=wrong)
+        with pytest.raises(StrictDataclassClassValidationError, match="draft_vocab_size=65"):
+            MTPHeads.from_backbone(backbone(), draft_vocab_size=65)
 
 
 def test_codes_go_there_and_back():
@@ -186,6 +191,7 @@ def test_codes_go_there_and_back():
     assert vocabulary.tokens(codes).equal(tokens) and codes[KEPT].tolist() == list(range(len(KEPT)))
 
 
+@pytest.mark.by_day("layer")
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["btree", "hydra", "layer"])
 def test_measures_of_drafts_are_over_all_ids(name):
@@ -208,11 +214,11 @@ def test_heads_and_backbone_learn_together():
     assert base.lm_head.weight.grad.any() and heads.head.firsts[0].linear.weight.grad.any()
 
 
-@pytest.mark.parametrize("layout", ["medusa", "vllm"])
-def test_layouts_of_whole_vocabularies_are_refused(layout, tmp_path):
-    _, heads = made("medusa-own")
-    with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
-        heads.export(tmp_path / "heads", layout)
-    with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
-        export(heads, tmp_path / "engine", "vllm")
-    assert f"{len(KEPT)} of 64 token ids" in str(describe(heads))
+def test_layouts_of_whole_vocabularies_are_refused(tmp_path):
+    for layout in ["medusa", "vllm"]:
+        _, heads = made("medusa-own")
+        with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
+            heads.export(tmp_path / "heads", layout)
+        with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
+            export(heads, tmp_path / "engine", "vllm")
+        assert f"{len(KEPT)} of 64 token ids" in str(describe(heads))

@@ -36,6 +36,18 @@ def close(got, want, tolerance=1e-9):
     torch.testing.assert_close(got.double()[keep], want.double()[keep], atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.by_day(
+    "ff_n5_r1_v5",
+    "cp_n4_r3_v5",
+    "hmm_n5_r3_v5",
+    "hmm_homog_n5_r3_v5",
+    "hmm_identbias_n4_r3_v5",
+    "btree_n7_r2_v3",
+    "btree_n16_r32_v5",
+    "masked_hmm",
+    "extreme_btree",
+    "btree_n8_r8_v320",
+)
 @pytest.mark.parametrize("name", DENSITY)
 def test_values_prefixes_and_conditionals(name):
     kind, parameters, data = load(name)
@@ -49,6 +61,9 @@ def test_values_prefixes_and_conditionals(name):
         close(distribution.conditional_log_probs(x)[0], data["cond_logp_x0"])
 
 
+@pytest.mark.by_day(
+    "ff_n2_r1_v5", "cp_n4_r3_v5", "hmm_homog_n5_r3_v5", "btree_n7_r2_v3", "btree_n8_r8_v5", "extreme_hmm"
+)
 @pytest.mark.parametrize("name", [name for name in DENSITY if not name.startswith("masked")])
 def test_conditioning_on_one_token_after_the_other(name):
     kind, parameters, data = load(name)
@@ -62,6 +77,7 @@ def test_conditioning_on_one_token_after_the_other(name):
         close(distribution.conditional_log_probs(x[:, position + 1 :]), whole[:, position + 1 :], 1e-8)
 
 
+@pytest.mark.by_day("ff_n5_r1_v5", "cp_n4_r3_v5", "hmm_n5_r3_v5", "btree_n7_r2_v3", "masked_btree")
 @pytest.mark.parametrize("name", [name for name in DENSITY if "greedy_seq" in golden(name)])
 def test_greedy_is_the_argmax_of_each_conditional(name):
     kind, parameters, data = load(name)
@@ -70,6 +86,7 @@ def test_greedy_is_the_argmax_of_each_conditional(name):
     assert torch.equal(distribution.greedy(2), data["greedy_seq"][:2])
 
 
+@pytest.mark.by_day("cp_n3_r2_v5", "hmm_n4_r2_v5", "btree_n7_r2_v3", "masked_cp")
 @pytest.mark.parametrize("name", [name for name in DENSITY if "joint" in golden(name)])
 def test_draws_follow_the_joint_distribution(name):
     kind, parameters, data = load(name)
@@ -80,6 +97,7 @@ def test_draws_follow_the_joint_distribution(name):
         assert chi_square((tokens * strides).sum(-1), joint) > 1e-4
 
 
+@pytest.mark.by_day("cp_n4_r3_v5", "hmm_homog_n5_r3_v5", "btree_n7_r2_v3", "btree_n16_r32_v5")
 @pytest.mark.parametrize("name", [name for name in DENSITY if name.split("_")[0] in ("cp", "hmm", "btree")])
 def test_the_distributions_of_a_draft_are_the_exact_conditionals(name):
     kind, parameters, _ = load(name)
@@ -106,6 +124,7 @@ def random_distribution(kind, window, size, rank=3, count=1, dtype=torch.float64
     )
 
 
+@pytest.mark.by_day("hmm-3", "btree-6", "btree on an accelerator-5")
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree", "btree on an accelerator"])
 def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window, monkeypatch):
@@ -120,6 +139,7 @@ def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window, mo
     torch.testing.assert_close(q[:50], bound.conditional_log_probs(tokens).exp()[:50], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.by_day("cp-1-6", "hmm-2-11", "btree-0-16", "btree-2-1")
 @pytest.mark.parametrize("length", [1, 6, 11, 16])
 @pytest.mark.parametrize("bound", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
@@ -143,6 +163,7 @@ def test_long_drafts_of_bytes_in_float32_state_their_conditionals(kind, bound, l
     assert torch.equal(exact.conditional_log_probs(text)[:, :length].argmax(-1), greedy)
 
 
+@pytest.mark.by_day("4-1-False", "6-0-True", "8-3-False", "16-2-True")
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 2, 3])
 @pytest.mark.parametrize("window", [4, 6, 8, 16])
@@ -160,6 +181,7 @@ def test_greedy_drafts_of_trees_by_pairs_as_on_accelerators(window, bound, learn
     assert torch.equal(distribution.draft(lambda probs: (probs.argmax(-1), probs), length)[0], greedy)
 
 
+@pytest.mark.by_day("cp_n4_r3_v5", "hmm_n4_r2_v5", "btree_n7_r2_v3")
 @pytest.mark.parametrize("name", [name for name in DENSITY if any(k.startswith("grad.") for k in golden(name))])
 def test_gradients(name):
     kind, parameters, data = load(name)
@@ -171,6 +193,7 @@ def test_gradients(name):
             close(leaf.grad, data["grad." + key], 1e-8)
 
 
+@pytest.mark.by_day("cp_n16_r32_v5", "hmm_n8_r8_v5", "btree_n8_r8_v320")
 @pytest.mark.parametrize("name", [name for name in DENSITY if not name.startswith(("masked", "extreme"))])
 def test_float32_is_close(name):
     kind, parameters, data = load(name)
@@ -180,6 +203,7 @@ def test_float32_is_close(name):
     close(got, data["prefix_logq"], 2e-5)
 
 
+@pytest.mark.by_day("ctx_cp_n4_r3", "ctx_hmm_noncontextual_homog_n4_r2", "ctx_btree_n6_r3")
 @pytest.mark.parametrize("name", CONTEXTUAL)
 def test_batches_of_distributions(name):
     data, kind = golden(name), CASES[name]["kind"]
@@ -192,6 +216,7 @@ def test_batches_of_distributions(name):
     close(distribution.prefix_log_prob(data["x"]), data["prefix_logq"])
 
 
+@pytest.mark.by_day("loss_ff_n4-observe", "loss_hmm_n4-marginalise", "loss_btree_n4-marginalise", "loss_cp_n4-observe")
 @pytest.mark.parametrize("way", ["observe", "marginalise"])
 @pytest.mark.parametrize("name", LOSS)
 def test_terms_with_masked_tokens(name, way):
@@ -217,6 +242,7 @@ def test_terms_with_masked_tokens(name, way):
     close(-distribution.token_log_probs(ahead, unknown), data[f"{way}.terms"])
 
 
+@pytest.mark.by_day("hmm", "btree")
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
 def test_an_impossible_first_token_leaves_a_distribution(kind):
     torch.manual_seed(0)
@@ -233,30 +259,29 @@ def test_an_impossible_first_token_leaves_a_distribution(kind):
     assert distribution.sample().shape == (3,) and distribution.greedy().shape == (3,)
 
 
-@pytest.mark.parametrize("window", range(2, 18))
-def test_the_tree_owns_every_position_once(window):
-    slots = balanced(window)
-    assert [position for position in slots if position is not None] == list(range(window))
-    pairs = list(zip(slots[::2], slots[1::2]))
-    latents = sum(left is not None for left, _ in pairs) + len(pairs) - 1  # a node is one where both slots are filled
-    assert latents == window - 1 and all(right is not None for _, right in pairs)
+def test_the_tree_owns_every_position_once():
+    for window in range(2, 18):
+        slots = balanced(window)
+        assert [position for position in slots if position is not None] == list(range(window))
+        pairs = list(zip(slots[::2], slots[1::2]))
+        latents = (
+            sum(left is not None for left, _ in pairs) + len(pairs) - 1
+        )  # a node is one where both slots are filled
+        assert latents == window - 1 and all(right is not None for _, right in pairs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
+def test_wrong_parameters_are_refused_by_name():
+    for kind, change, message in [
         ("cp", {"root_logits": None}, "root_logits"),
         ("hmm", {}, "trans_logits"),
         ("cp", {"node_logits": torch.zeros(2, 3, 3)}, "node_logits.*head_type=.*'cp'"),
         ("btree", {"node_logits": torch.zeros(3, 3, 3)}, "node_logits.*3.*3.*3"),
         ("cp", {"root_logits": torch.zeros(4)}, "root_logits.*4"),
         ("medusa", {}, "head_type=.*'medusa'"),
-    ],
-)
-def test_wrong_parameters_are_refused_by_name(kind, change, message):
-    parameters = {"leaf_logits": torch.zeros(4, 3, 5), "root_logits": torch.zeros(3)} | change
-    with pytest.raises(ValueError, match=message):
-        circuit_from_logits(kind, **parameters)
+    ]:
+        parameters = {"leaf_logits": torch.zeros(4, 3, 5), "root_logits": torch.zeros(3)} | change
+        with pytest.raises(ValueError, match=message):
+            circuit_from_logits(kind, **parameters)
 
 
 def test_logsumexp_of_nothing_has_no_gradient():

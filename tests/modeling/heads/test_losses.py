@@ -49,11 +49,11 @@ def padding_masks(length):
     return torch.tensor([[int(low <= t < high) for t in range(length)] for low, high in cuts])
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 12])
-def test_targets_are_the_labels_ahead(window):
-    labels = torch.randint(0, 50, (3, 9))
-    labels[torch.rand(3, 9) < 0.2] = IGNORE
-    assert torch.equal(window_targets(labels, window), expected_targets(labels, window))
+def test_targets_are_the_labels_ahead():
+    for window in [1, 2, 5, 12]:
+        labels = torch.randint(0, 50, (3, 9))
+        labels[torch.rand(3, 9) < 0.2] = IGNORE
+        assert torch.equal(window_targets(labels, window), expected_targets(labels, window))
 
 
 def test_targets_by_hand():
@@ -93,17 +93,17 @@ def packed_positions(*lengths):
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_windows_stop_at_document_borders(rows):
+def test_windows_stop_at_document_borders():
     """Documents of 1 to 7 tokens, shorter and longer than the window; one row of position ids serves a batch."""
-    positions = packed_positions(4, 1, 7, 2, 3)
-    if rows == 2:
-        positions = torch.cat([positions, packed_positions(1, 1, 5, 10)])
-    labels = torch.randint(0, 50, (2, 17))
-    labels[0, 9] = IGNORE
-    for window in (1, 3, 6):
-        got = window_targets(labels, window, position_ids=positions)
-        assert torch.equal(got, expected_targets(labels, window, position_ids=positions))
+    for rows in [1, 2]:
+        positions = packed_positions(4, 1, 7, 2, 3)
+        if rows == 2:
+            positions = torch.cat([positions, packed_positions(1, 1, 5, 10)])
+        labels = torch.randint(0, 50, (2, 17))
+        labels[0, 9] = IGNORE
+        for window in (1, 3, 6):
+            got = window_targets(labels, window, position_ids=positions)
+            assert torch.equal(got, expected_targets(labels, window, position_ids=positions))
 
 
 def test_positions_of_a_left_padded_batch_hide_nothing():
@@ -114,6 +114,7 @@ def test_positions_of_a_left_padded_batch_hide_nothing():
     assert torch.equal(window_targets(labels, 4, mask, positions), window_targets(labels, 4, mask))
 
 
+@pytest.mark.by_day("ff-observe-dtype0", "hmm-marginalise-dtype0", "btree-univariate-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,15 +154,15 @@ def test_golden_terms_of_independent_heads():
     torch.testing.assert_close(sum(piece.loss for piece in pieces), whole.loss)
 
 
-@pytest.mark.parametrize("head_type", ["medusa", "hydra", "layer"])
-def test_gamma_is_read_and_the_recipe_stands_where_there_is_none(head_type):
-    counts = torch.tensor([4.0, 2.0, 1.0])
-    recipe = MTPHeadConfig(head_type=head_type, window=3)
-    assert recipe.gamma is None
-    first, *weights = (depth_weights(recipe, counts) * counts).tolist()
-    assert weights == pytest.approx({"medusa": [0.8, 0.64], "hydra": [1, 1], "layer": [1, 1]}[head_type])
-    given = MTPHeadConfig(head_type=head_type, window=3, loss_options={"decay": 0.5})
-    assert (depth_weights(given, counts) * counts).tolist() == pytest.approx([first, 0.5, 0.25])
+def test_gamma_is_read_and_the_recipe_stands_where_there_is_none():
+    for head_type in ["medusa", "hydra", "layer"]:
+        counts = torch.tensor([4.0, 2.0, 1.0])
+        recipe = MTPHeadConfig(head_type=head_type, window=3)
+        assert recipe.gamma is None
+        first, *weights = (depth_weights(recipe, counts) * counts).tolist()
+        assert weights == pytest.approx({"medusa": [0.8, 0.64], "hydra": [1, 1], "layer": [1, 1]}[head_type])
+        given = MTPHeadConfig(head_type=head_type, window=3, loss_options={"decay": 0.5})
+        assert (depth_weights(given, counts) * counts).tolist() == pytest.approx([first, 0.5, 0.25])
 
 
 def test_weights_by_hand():
@@ -175,24 +176,24 @@ def test_weights_by_hand():
     assert discounted_mtp_loss(terms, valid, 0.5, "tokens", counts).item() == pytest.approx((2 + 2.5) / 1.5)
 
 
-@pytest.mark.parametrize("normalization", ["paper", "tokens"])
-def test_terms_without_a_target_do_not_matter(normalization):
-    valid = torch.rand(3, 6, 4) < 0.6
-    terms = torch.rand(3, 6, 4)
-    spoiled = terms.masked_fill(~valid, float("nan")).requires_grad_()
-    want = discounted_mtp_loss(terms.masked_fill(~valid, 0.0), valid, normalization=normalization)
-    for flags in (valid, valid.long(), valid.float()):
-        assert torch.equal(discounted_mtp_loss(spoiled, flags, normalization=normalization), want)
-    discounted_mtp_loss(spoiled, valid, normalization=normalization).backward()
-    assert (spoiled.grad[~valid] == 0).all() and (spoiled.grad[valid] > 0).all()
+def test_terms_without_a_target_do_not_matter():
+    for normalization in ["paper", "tokens"]:
+        valid = torch.rand(3, 6, 4) < 0.6
+        terms = torch.rand(3, 6, 4)
+        spoiled = terms.masked_fill(~valid, float("nan")).requires_grad_()
+        want = discounted_mtp_loss(terms.masked_fill(~valid, 0.0), valid, normalization=normalization)
+        for flags in (valid, valid.long(), valid.float()):
+            assert torch.equal(discounted_mtp_loss(spoiled, flags, normalization=normalization), want)
+        discounted_mtp_loss(spoiled, valid, normalization=normalization).backward()
+        assert (spoiled.grad[~valid] == 0).all() and (spoiled.grad[valid] > 0).all()
 
 
-@pytest.mark.parametrize("normalization", ["paper", "tokens"])
-def test_a_batch_without_targets_costs_nothing(normalization):
-    terms = torch.full((2, 3, 4), float("nan"), requires_grad=True)
-    loss = discounted_mtp_loss(terms, torch.zeros(2, 3, 4), normalization=normalization)
-    loss.backward()
-    assert loss.item() == 0 and (terms.grad == 0).all()
+def test_a_batch_without_targets_costs_nothing():
+    for normalization in ["paper", "tokens"]:
+        terms = torch.full((2, 3, 4), float("nan"), requires_grad=True)
+        loss = discounted_mtp_loss(terms, torch.zeros(2, 3, 4), normalization=normalization)
+        loss.backward()
+        assert loss.item() == 0 and (terms.grad == 0).all()
 
 
 def test_unknown_normalization_is_refused():
@@ -225,6 +226,7 @@ def test_depth_means():
     assert not means.requires_grad
 
 
+@pytest.mark.by_day("observe-ff", "marginalise-hmm")
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("masked", ["observe", "marginalise"])
 def test_what_is_scored_is_the_label(kind, masked):
@@ -239,20 +241,20 @@ def test_what_is_scored_is_the_label(kind, masked):
     assert abs(found - head_loss(head, config, hidden, window_targets(ids, 3), ids)[0]) > 1e-3
 
 
-@pytest.mark.parametrize("wrong", [11, 70000, -1, -101])
-def test_labels_outside_the_vocabulary_are_refused_by_name(wrong):
-    head, config, hidden, targets = head_and_batch()
-    targets[1, 2, 1] = wrong
-    with pytest.raises(ValueError, match=f"labels hold {wrong}, but the vocabulary has 11 tokens"):
-        head_loss(head, config, hidden, targets, None)
+def test_labels_outside_the_vocabulary_are_refused_by_name():
+    for wrong in [11, 70000, -1, -101]:
+        head, config, hidden, targets = head_and_batch()
+        targets[1, 2, 1] = wrong
+        with pytest.raises(ValueError, match=f"labels hold {wrong}, but the vocabulary has 11 tokens"):
+            head_loss(head, config, hidden, targets, None)
 
 
-@pytest.mark.parametrize("padding", [False, True])
-def test_shifted_labels_are_the_labels_of_the_next_position(padding):
-    mask = padding_masks(9) if padding else None
-    labels = torch.randint(0, 50, (4, 9))
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    assert torch.equal(depth_targets(None, 3, mask, shift_labels=shifted), window_targets(labels, 3, mask))
+def test_shifted_labels_are_the_labels_of_the_next_position():
+    for padding in [False, True]:
+        mask = padding_masks(9) if padding else None
+        labels = torch.randint(0, 50, (4, 9))
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        assert torch.equal(depth_targets(None, 3, mask, shift_labels=shifted), window_targets(labels, 3, mask))
 
 
 def test_shifted_labels_may_go_on_behind_the_last_position():
@@ -300,6 +302,7 @@ def test_terms_without_a_target_give_no_gradient():
     assert (by_head[:2] > 0).all() and (by_head[2:] == 0).all()  # the fourth is outside the window
 
 
+@pytest.mark.by_day("cp-observe", "btree-marginalise")
 @pytest.mark.parametrize("masked", ["observe", "marginalise"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_packed_documents_cost_what_they_cost_apart(kind, masked):

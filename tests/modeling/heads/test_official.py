@@ -73,6 +73,7 @@ def test_greedy_decoding_accepts_what_the_authors_loop_accepts(name):
     assert torch.equal(both[:, 9:], gold["greedy_ids"])
 
 
+@pytest.mark.by_day("medusa-own-vllm-changes1", "hydra-hydra-changes3", "layer-gloeckle-changes5")
 @pytest.mark.parametrize(
     ("kind", "layout", "changes"),
     [
@@ -227,21 +228,18 @@ def test_a_pickle_with_code_is_not_unpickled(tmp_path, capsys):
     assert "run" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "message"),
-    [
+def test_what_a_layout_cannot_hold_is_refused(tmp_path):
+    for kind, layout, message in [
         ("hydra", "medusa", "'hydra'"),
         ("blockwise", "vllm", "block='ffn'"),
         ("hydra", "hydra", "unembedding is 'own'"),
         ("layer-weighted", "gloeckle", "mix='none'"),
         ("medusa", "eagle", "layout='eagle'"),
-    ],
-)
-def test_what_a_layout_cannot_hold_is_refused(kind, layout, message, tmp_path):
-    _, heads = made(kind)
-    with pytest.raises(ValueError, match=message):
-        heads.export(tmp_path / "out", layout)
-    assert not (tmp_path / "out").exists()
+    ]:
+        _, heads = made(kind)
+        with pytest.raises(ValueError, match=message):
+            heads.export(tmp_path / "out", layout)
+        assert not (tmp_path / "out").exists()
 
 
 FIELDS = [
@@ -253,6 +251,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.by_day("hydra_mlp/official: hydra_num_heads", "gloeckle/official: use_scaled_rope")
 @pytest.mark.parametrize(
     ("name", "changes", "message"), FIELDS, ids=[f"{name}: {[*each][0]}" for name, each, _ in FIELDS]
 )
@@ -292,6 +291,7 @@ MEDUSA_FIELDS = [
 ]
 
 
+@pytest.mark.by_day("medusa: version", "vllm: num_heads", "vllm: medusa_fc_bias", "vllm: truncated_vocab_size")
 @pytest.mark.parametrize(
     ("layout", "changes", "message"), MEDUSA_FIELDS, ids=[f"{name}: {[*each][0]}" for name, each, _ in MEDUSA_FIELDS]
 )

@@ -15,6 +15,12 @@ def learned(heads):
     return out, [parameter.grad.clone() for parameter in heads.parameters()]
 
 
+@pytest.mark.by_day(
+    "medusa-{}",
+    "medusa-own-{'normalization': 'paper'}",
+    "hydra-{'target': 'teacher', 'label_weight': 0.3}",
+    "hydra++-{'target': 'teacher', 'divergence': 'block'}",
+)
 @pytest.mark.parametrize(
     "options",
     [

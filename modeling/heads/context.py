@@ -27,13 +27,15 @@ from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.sampling import exponentials
 from ...generation.tensors.shared_models import gather
 from .circuits import LatentDistribution
-from .reading import Given, TokenReader, raced
 from .window_distribution import (
     Choose,
     FactorisedDistribution,
+    Given,
     Note,
+    TokenReader,
     WindowDistribution,
     largest,
+    raced,
     refuse_gaps,
 )
 

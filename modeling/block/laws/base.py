@@ -17,9 +17,10 @@ from ....configuration.block import BlockDrafterConfig
 from ...common.draft_vocabulary import DraftVocabulary
 from ...heads.circuits import LatentDistribution
 from ...heads.context import ContextDistribution
-from ...heads.reading import Given, TokenReader
 from ...heads.window_distribution import (
     FactorisedDistribution,
+    Given,
+    TokenReader,
     WindowDistribution,
     exact,
 )

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments
 from tests.eagle_models import CASES, golden_case, tiny_backbone
 from tokenahead import EagleHead
 from tokenahead.configuration.loss_options import EagleLossOptions
-from tokenahead.modeling.eagle import steps as eagle_steps
+from tokenahead.modeling.eagle import losses as eagle_losses
 
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
 
@@ -25,8 +25,8 @@ def training_case(name):
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_the_official_ones(name, block, monkeypatch):
-    monkeypatch.setattr(eagle_steps, "BLOCK", block)
-    monkeypatch.setattr(eagle_steps, "LOGITS_PER_CHUNK", 700)
+    monkeypatch.setattr(eagle_losses, "BLOCK", block)
+    monkeypatch.setattr(eagle_losses, "LOGITS_PER_CHUNK", 700)
     head, golden, run = training_case(name)
     out = run()
     torch.testing.assert_close(out.step_losses, golden["step_losses"], atol=1e-4, rtol=0)
@@ -93,10 +93,10 @@ def test_rows_without_targets_have_no_logits(version, options, divergence, monke
     head = head_and_batch(version, loss_options={"divergence": divergence, **objective}, **rest)
     labels, drafted, taught = IDS.clone(), [], []
     labels[:, :14], steps = -100, head(IDS, labels=IDS).step_losses.numel()
-    own, backbone, by_products = head.draft_logits, head.backbone_logits, eagle_steps.product_terms
+    own, backbone, by_products = head.draft_logits, head.backbone_logits, eagle_losses.product_terms
     monkeypatch.setattr(head, "draft_logits", lambda rows: (drafted.append(len(rows)), own(rows))[1])
     monkeypatch.setattr(
-        eagle_steps,
+        eagle_losses,
         "product_terms",
         lambda _, rows, *given: (drafted.append(len(rows)), by_products(_, rows, *given))[1],
     )
@@ -126,7 +126,7 @@ def test_a_step_of_training_is_a_step_of_drafting():
     prefix = 8
     with torch.no_grad():
         states = head.backbone(IDS, output_hidden_states=True).hidden_states
-        cache, features = eagle_steps.DynamicCache(), head.fuse(states)[:, :prefix]
+        cache, features = eagle_losses.DynamicCache(), head.fuse(states)[:, :prefix]
         ids = IDS[:, 1 : prefix + 1]
         for step in range(3):
             features = head.rows(features, ids, past_key_values=cache)[:, -1:]

@@ -11,7 +11,7 @@ from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeadConfig, MTPHeads
 from tokenahead.configuration.loss_options import EagleLossOptions, ModuleLossOptions
 from tokenahead.modeling.common.teacher import accepted_along, call_weights, cycle_starts, position_weights
-from tokenahead.modeling.eagle import steps as eagle_steps
+from tokenahead.modeling.eagle import losses as eagle_losses
 from tokenahead.training.evaluation.drafts import drafted_probs
 
 
@@ -207,8 +207,8 @@ def answers(model):
 @pytest.mark.by_day("None-uniform", "ids1-expected_calls")
 @pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("ids", [None, KEPT])
-def test_eagle_steps_learn_it(ids, kind, monkeypatch):
-    monkeypatch.setattr(eagle_steps, "BLOCK", 5)
+def test_eagle_losses_learn_it(ids, kind, monkeypatch):
+    monkeypatch.setattr(eagle_losses, "BLOCK", 5)
     options = {"divergence": "block", "position_weighting": kind, "steps": 3}
     head = EagleHead.from_backbone(tiny_backbone(), draft_ids=None if ids is None else torch.tensor(ids))
     head.loss_options.update(**options)

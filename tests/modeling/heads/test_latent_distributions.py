@@ -7,8 +7,8 @@ import torch
 
 from tests.distributions import CIRCUITS, golden
 from tokenahead.generation.tensors.sampling import draw
-from tokenahead.modeling.heads.balanced_trees import TreeDistribution, balanced
 from tokenahead.modeling.heads.circuit_head import circuit_from_logits
+from tokenahead.modeling.heads.circuits import TreeDistribution, balanced
 from tokenahead.modeling.heads.window_distribution import logsumexp
 from tokenahead.testing import chi_square
 

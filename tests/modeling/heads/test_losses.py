@@ -6,8 +6,8 @@ import torch
 from tests.distributions import golden
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads.circuit_head import FFHead
 from tokenahead.modeling.heads.circuits import MixtureDistribution
-from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
     DepthLossMixin,

@@ -58,21 +58,24 @@ def learn(head):
 OBJECTIVES = [(3, {}), (1, {}), (1, {"objective": "hass"})]
 
 
-@pytest.mark.parametrize(("version", "options"), OBJECTIVES, ids=["ttt", "eagle1", "hass"])
-def test_padding_and_packing_change_nothing(version, options):
-    head = head_and_batch(version, loss_options=options)
-    short, long = IDS[:1, :9], IDS[1:, :20]
-    alone = [head(ids, labels=ids) for ids in (short, long)]
-    counts = [torch.arange(len(short[0]) - 2, 0, -1), torch.arange(len(long[0]) - 2, 0, -1)]
-    counts = torch.stack([c[: len(alone[0].step_losses)] for c in counts])
-    counts = counts[:, :1].expand_as(counts) if options else counts
-    expected = sum(out.step_losses * count for out, count in zip(alone, counts)) / counts.sum(0)
-    pad = torch.nn.functional.pad
-    for side in ((0, 11), (11, 0)):
-        ids, mask = torch.cat([pad(short, side, value=7), long]), torch.cat([pad(short * 0 + 1, side), long * 0 + 1])
-        torch.testing.assert_close(head(ids, labels=ids, attention_mask=mask).step_losses, expected)
-    packed, positions = torch.cat([short, long], 1), torch.cat([torch.arange(9), torch.arange(20)])[None]
-    torch.testing.assert_close(head(packed, labels=packed, position_ids=positions).step_losses, expected)
+def test_padding_and_packing_change_nothing():
+    for version, options in OBJECTIVES:
+        head = head_and_batch(version, loss_options=options)
+        short, long = IDS[:1, :9], IDS[1:, :20]
+        alone = [head(ids, labels=ids) for ids in (short, long)]
+        counts = [torch.arange(len(short[0]) - 2, 0, -1), torch.arange(len(long[0]) - 2, 0, -1)]
+        counts = torch.stack([c[: len(alone[0].step_losses)] for c in counts])
+        counts = counts[:, :1].expand_as(counts) if options else counts
+        expected = sum(out.step_losses * count for out, count in zip(alone, counts)) / counts.sum(0)
+        pad = torch.nn.functional.pad
+        for side in ((0, 11), (11, 0)):
+            ids, mask = (
+                torch.cat([pad(short, side, value=7), long]),
+                torch.cat([pad(short * 0 + 1, side), long * 0 + 1]),
+            )
+            torch.testing.assert_close(head(ids, labels=ids, attention_mask=mask).step_losses, expected)
+        packed, positions = torch.cat([short, long], 1), torch.cat([torch.arange(9), torch.arange(20)])[None]
+        torch.testing.assert_close(head(packed, labels=packed, position_ids=positions).step_losses, expected)
 
 
 def test_ignored_labels_do_not_count_and_are_still_read():
@@ -138,20 +141,20 @@ def test_a_step_of_training_is_a_step_of_drafting():
     torch.testing.assert_close(head(IDS, labels=labels).step_losses[2], expected)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_rows_outside_the_draft_vocabulary_count_and_add_nothing(version):
-    base = tiny_backbone()
-    best = base(IDS).logits[:, 1:-1].argmax(-1)
-    common = best.unique()[:5]
-    options = {"steps": 1} if version == 3 else {}
-    head = EagleHead.from_backbone(base, version=version, draft_ids=common, loss_options=options)
-    drafted = torch.isin(best, common)
-    states = base(IDS, output_hidden_states=True)
-    features = head.rows(head.fuse(states.hidden_states)[:, :-2], IDS[:, 1:-1])
-    distribution = states.logits[:, 1:-1, common].softmax(-1)
-    terms = -(distribution * head.draft_logits(features).log_softmax(-1)).sum(-1)
-    assert 0 < drafted.sum() < drafted.numel()
-    torch.testing.assert_close(head(IDS, labels=IDS).step_losses, terms[drafted].sum()[None] / drafted.numel())
+def test_rows_outside_the_draft_vocabulary_count_and_add_nothing():
+    for version in [1, 3]:
+        base = tiny_backbone()
+        best = base(IDS).logits[:, 1:-1].argmax(-1)
+        common = best.unique()[:5]
+        options = {"steps": 1} if version == 3 else {}
+        head = EagleHead.from_backbone(base, version=version, draft_ids=common, loss_options=options)
+        drafted = torch.isin(best, common)
+        states = base(IDS, output_hidden_states=True)
+        features = head.rows(head.fuse(states.hidden_states)[:, :-2], IDS[:, 1:-1])
+        distribution = states.logits[:, 1:-1, common].softmax(-1)
+        terms = -(distribution * head.draft_logits(features).log_softmax(-1)).sum(-1)
+        assert 0 < drafted.sum() < drafted.numel()
+        torch.testing.assert_close(head(IDS, labels=IDS).step_losses, terms[drafted].sum()[None] / drafted.numel())
 
 
 @pytest.mark.by_day("{'objective': 'hass'}")
@@ -188,20 +191,20 @@ def test_noise_is_as_wide_as_the_text_is_short(version, options, monkeypatch):
     torch.testing.assert_close(found * 16, sum(alone))
 
 
-@pytest.mark.parametrize(("version", "options"), OBJECTIVES, ids=["ttt", "eagle1", "hass"])
-def test_labels_are_mixed_in(version, options):
+def test_labels_are_mixed_in():
     """(1 - w) of the distribution's distance and w of the labels' negative log-likelihood; the papers' part is shown
     alone."""
-    head = head_and_batch(version, loss_options=options)
-    found = []
-    for share in (0.0, 1.0, 0.3):
-        head.loss_options.label_weight = share
-        found.append(head(IDS, labels=IDS))
-    probs, labels, mixed = (out.loss for out in found)
-    torch.testing.assert_close(mixed, 0.7 * probs + 0.3 * labels)
-    assert not torch.allclose(probs, labels)
-    if version == 3 or not options:
-        torch.testing.assert_close(found[2].step_losses, found[0].step_losses)
+    for version, options in OBJECTIVES:
+        head = head_and_batch(version, loss_options=options)
+        found = []
+        for share in (0.0, 1.0, 0.3):
+            head.loss_options.label_weight = share
+            found.append(head(IDS, labels=IDS))
+        probs, labels, mixed = (out.loss for out in found)
+        torch.testing.assert_close(mixed, 0.7 * probs + 0.3 * labels)
+        assert not torch.allclose(probs, labels)
+        if version == 3 or not options:
+            torch.testing.assert_close(found[2].step_losses, found[0].step_losses)
 
 
 def test_a_label_that_is_not_drafted_adds_nothing():

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead, EagleHeadConfig
 from tokenahead.modeling.common import drafter_configs
 from tokenahead.modeling.eagle import conversion as retrofit
+
+
+def gpt2(n_embd, n_head, n_layer, n_positions, **sizes):
+    own = dict(n_embd=n_embd, n_head=n_head, n_layer=n_layer, n_positions=n_positions)
+    return GPT2Config(vocab_size=64, eos_token_id=None, **own)
+
 
 IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
@@ -88,19 +95,19 @@ def test_drafted_rows_stand_at_the_places_of_their_features(monkeypatch):
         assert [level[row] for level in seen[1:3]] == [[length], [length + 1]]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_padding_gives_numbers_and_changes_none(implementation):
-    case = golden_case("eagle3_llama", attn_implementation=implementation)
-    _, hidden, _ = teacher_forced(case)
-    assert hidden.isfinite().all()
-    real = case.golden["attention_mask"].bool()[:, :-1]
-    torch.testing.assert_close(hidden[real], case.golden["hidden"][real], atol=1e-4, rtol=0)
-    square = (real[:, None, None] & torch.ones(real.shape[1], real.shape[1]).tril().bool()) | torch.eye(
-        real.shape[1]
-    ).bool()
-    features = case.head.fuse(case.base.hidden_states())[:, :-1]
-    again = case.head.rows(features, case.golden["input_ids"][:, 1:], (real.cumsum(1) - 1).clamp(min=0), square)
-    torch.testing.assert_close(again[real], hidden[real])
+def test_padding_gives_numbers_and_changes_none():
+    for implementation in ["sdpa", "eager"]:
+        case = golden_case("eagle3_llama", attn_implementation=implementation)
+        _, hidden, _ = teacher_forced(case)
+        assert hidden.isfinite().all()
+        real = case.golden["attention_mask"].bool()[:, :-1]
+        torch.testing.assert_close(hidden[real], case.golden["hidden"][real], atol=1e-4, rtol=0)
+        square = (real[:, None, None] & torch.ones(real.shape[1], real.shape[1]).tril().bool()) | torch.eye(
+            real.shape[1]
+        ).bool()
+        features = case.head.fuse(case.base.hidden_states())[:, :-1]
+        again = case.head.rows(features, case.golden["input_ids"][:, 1:], (real.cumsum(1) - 1).clamp(min=0), square)
+        torch.testing.assert_close(again[real], hidden[real])
 
 
 OPTIONS = [
@@ -157,29 +164,24 @@ def test_only_the_wanted_states_are_needed():
     assert EagleHead.from_backbone(base, version=1).hidden_layers == -1
 
 
-@pytest.mark.by_day("1-GPT2Config-", "3-Qwen3Config-")
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        (LlamaConfig, {}),
-        (Qwen3Config, {"head_dim": 16}),
-        (GPT2Config, {"n_embd": 40, "n_head": 4, "n_layer": 2, "n_positions": 256}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-@pytest.mark.parametrize("version", [1, 3])
-def test_new_heads_fit_any_backbone(family, changes, version):
-    if family is GPT2Config:
-        base = tiny_backbone(0, lambda **sizes: GPT2Config(vocab_size=64, eos_token_id=None, **changes))
-    else:
-        base = tiny_backbone(0, family, **changes)
-    head = EagleHead.from_backbone(base, version=version)
-    with torch.no_grad():
-        out = head(IDS, labels=IDS)
-        states = base(IDS, output_hidden_states=True).hidden_states
-        _, logits = head.step(head.fuse(states)[:, :-1], IDS[:, 1:])
-    assert out.loss.isfinite() and logits.shape == (2, 11, 64) and logits.isfinite().all()
-    assert head.config.rope_parameters["rope_type"] == "default"
+def test_new_heads_fit_any_backbone():
+    for version in [1, 3]:
+        for family, changes in [
+            (LlamaConfig, {}),
+            (Qwen3Config, {"head_dim": 16}),
+            (GPT2Config, {"n_embd": 40, "n_head": 4, "n_layer": 2, "n_positions": 256}),
+        ]:
+            if family is GPT2Config:
+                base = tiny_backbone(0, partial(gpt2, **changes))
+            else:
+                base = tiny_backbone(0, family, **changes)
+            head = EagleHead.from_backbone(base, version=version)
+            with torch.no_grad():
+                out = head(IDS, labels=IDS)
+                states = base(IDS, output_hidden_states=True).hidden_states
+                _, logits = head.step(head.fuse(states)[:, :-1], IDS[:, 1:])
+            assert out.loss.isfinite() and logits.shape == (2, 11, 64) and logits.isfinite().all()
+            assert head.config.rope_parameters["rope_type"] == "default"
 
 
 def test_draft_ids_choose_the_unembedding():

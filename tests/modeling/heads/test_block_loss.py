@@ -207,7 +207,7 @@ def answers(model):
 @pytest.mark.by_day("None-uniform", "ids1-expected_calls")
 @pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("ids", [None, KEPT])
-def test_eagle_losses_learn_it(ids, kind, monkeypatch):
+def test_eagle_steps_learn_it(ids, kind, monkeypatch):
     monkeypatch.setattr(eagle_losses, "BLOCK", 5)
     options = {"divergence": "block", "position_weighting": kind, "steps": 3}
     head = EagleHead.from_backbone(tiny_backbone(), draft_ids=None if ids is None else torch.tensor(ids))

@@ -60,18 +60,17 @@ def test_positions_without_targets_have_no_logits(kind, kept, monkeypatch):
     assert seen == [max(kept, 1)]
 
 
-@pytest.mark.by_day("cp")
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
+def test_chunks_on_a_frozen_backbone(monkeypatch):
     """Hidden states that want no gradient, and a second backward that adds to the first."""
-    head, config, hidden, targets = head_and_batch(kind)
-    arguments = (head, config, hidden.detach(), targets, None)
-    plain_loss(*arguments)[0].backward()
-    whole = [parameter.grad.clone() for parameter in head.parameters()]
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
-    head_loss(*arguments)[0].backward()
-    for parameter, want in zip(head.parameters(), whole, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
+    for kind in FAMILIES:
+        head, config, hidden, targets = head_and_batch(kind)
+        arguments = (head, config, hidden.detach(), targets, None)
+        plain_loss(*arguments)[0].backward()
+        whole = [parameter.grad.clone() for parameter in head.parameters()]
+        monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
+        head_loss(*arguments)[0].backward()
+        for parameter, want in zip(head.parameters(), whole, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.core
@@ -113,14 +112,13 @@ def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
     torch.testing.assert_close(leaf.weight.grad.float(), want, rtol=0.03, atol=2e-3)
 
 
-@pytest.mark.by_day("ff", "btree")
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_float32_heads_read_states_of_any_dtype(kind):
-    head, config, hidden, targets = head_and_batch(kind)
-    low = hidden.detach().bfloat16()
-    loss, *_ = head_loss(head, config, low, targets, None).to_tuple()
-    torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
-    assert window_distribution(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
+def test_float32_heads_read_states_of_any_dtype():
+    for kind in FAMILIES:
+        head, config, hidden, targets = head_and_batch(kind)
+        low = hidden.detach().bfloat16()
+        loss, *_ = head_loss(head, config, low, targets, None).to_tuple()
+        torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
+        assert window_distribution(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
 
 
 def test_bfloat16_heads_have_a_float32_loss():

@@ -25,20 +25,19 @@ def name(options):
     return "-".join(str(value) for value in options.values())
 
 
-@pytest.mark.by_day("cp-None-3", "hmm-8-6", "btree-None-8")
-@pytest.mark.parametrize("window", [2, 3, 6, 8])
-@pytest.mark.parametrize("leaf_size", [None, 8])
-@pytest.mark.parametrize("kind", CIRCUITS)
-def test_a_circuit_starts_as_the_distribution_of_the_ff_heads(kind, leaf_size, window):
-    model = tiny_model()
-    hidden = torch.randn(5, 32)
-    tokens = torch.randint(0, 320, (5, window))
-    model.set_head(head_type="ff", window=window)
-    expected = model.window_distribution(hidden).conditional_log_probs(tokens)
-    model.set_head(head_type=kind, window=window, rank=4, leaf_size=leaf_size)
-    torch.testing.assert_close(
-        model.window_distribution(hidden).conditional_log_probs(tokens), expected, atol=1e-5, rtol=0
-    )
+def test_a_circuit_starts_as_the_distribution_of_the_ff_heads():
+    for kind in CIRCUITS:
+        for leaf_size in [None, 8]:
+            for window in [2, 3, 6, 8]:
+                model = tiny_model()
+                hidden = torch.randn(5, 32)
+                tokens = torch.randint(0, 320, (5, window))
+                model.set_head(head_type="ff", window=window)
+                expected = model.window_distribution(hidden).conditional_log_probs(tokens)
+                model.set_head(head_type=kind, window=window, rank=4, leaf_size=leaf_size)
+                torch.testing.assert_close(
+                    model.window_distribution(hidden).conditional_log_probs(tokens), expected, atol=1e-5, rtol=0
+                )
 
 
 def test_small_leaves_are_one_unembedding_and_a_product_through_their_width():
@@ -68,14 +67,13 @@ def mean_diagonal(**options):
     return float(transitions.diagonal(dim1=-2, dim2=-1).mean())
 
 
-@pytest.mark.by_day("8-", "32-homogeneous", "4-fixed")
-@pytest.mark.parametrize("more", [{}, {"homogeneous": True}, {"contextual": False}], ids=["", "homogeneous", "fixed"])
-@pytest.mark.parametrize("rank", [2, 4, 8, 32, 128])
-def test_states_of_a_new_chain_persist_at_any_rank(rank, more):
-    if more.get("contextual", True):
-        assert mean_diagonal(rank=rank, **more) == pytest.approx(0.85, abs=0.015)
-    else:  # a few draws are what there is to average
-        assert mean_diagonal(rank=rank, **more) == pytest.approx(0.85, abs=0.1)
+def test_states_of_a_new_chain_persist_at_any_rank():
+    for rank in [2, 4, 8, 32, 128]:
+        for more in [{}, {"homogeneous": True}, {"contextual": False}]:
+            if more.get("contextual", True):
+                assert mean_diagonal(rank=rank, **more) == pytest.approx(0.85, abs=0.015)
+            else:  # a few draws are what there is to average
+                assert mean_diagonal(rank=rank, **more) == pytest.approx(0.85, abs=0.1)
 
 
 def test_a_number_stays_possible_as_identity_bias_and_in_saved_configs():

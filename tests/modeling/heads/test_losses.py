@@ -114,21 +114,22 @@ def test_positions_of_a_left_padded_batch_hide_nothing():
     assert torch.equal(window_targets(labels, 4, mask, positions), window_targets(labels, 4, mask))
 
 
-@pytest.mark.by_day("ff-observe-dtype0", "hmm-marginalise-dtype0", "btree-univariate-dtype1")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("reading", READINGS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_golden_losses(family, reading, dtype):
-    data = golden(f"loss_{family}_n4")
-    terms, valid = data[f"{reading}.terms"].to(dtype), data["valid"]
-    assert terms.isnan().any()  # where there is no target
-    close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
-    paper = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="paper")
-    tokens = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="tokens")
-    assert paper.dtype == tokens.dtype == dtype
-    torch.testing.assert_close(paper.reshape(1), data[f"{reading}.loss_paper_eq4"].to(dtype), **close)
-    torch.testing.assert_close(tokens.reshape(1), data[f"{reading}.loss_global_over_gammasum"].to(dtype), **close)
-    torch.testing.assert_close(depth_means(terms, valid), data[f"{reading}.L_j_global"].to(dtype), **close)
+def test_golden_losses():
+    for family in FAMILIES:
+        for reading in READINGS:
+            for dtype in [torch.float64, torch.float32]:
+                data = golden(f"loss_{family}_n4")
+                terms, valid = data[f"{reading}.terms"].to(dtype), data["valid"]
+                assert terms.isnan().any()  # where there is no target
+                close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
+                paper = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="paper")
+                tokens = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="tokens")
+                assert paper.dtype == tokens.dtype == dtype
+                torch.testing.assert_close(paper.reshape(1), data[f"{reading}.loss_paper_eq4"].to(dtype), **close)
+                torch.testing.assert_close(
+                    tokens.reshape(1), data[f"{reading}.loss_global_over_gammasum"].to(dtype), **close
+                )
+                torch.testing.assert_close(depth_means(terms, valid), data[f"{reading}.L_j_global"].to(dtype), **close)
 
 
 def test_golden_terms_of_independent_heads():
@@ -226,19 +227,18 @@ def test_depth_means():
     assert not means.requires_grad
 
 
-@pytest.mark.by_day("observe-ff", "marginalise-hmm")
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("masked", ["observe", "marginalise"])
-def test_what_is_scored_is_the_label(kind, masked):
+def test_what_is_scored_is_the_label():
     """Labels that differ from the ids: the loss is that of ids that agree with them."""
-    head, config, hidden, _ = head_and_batch(kind)
-    config.masked_tokens = masked
-    ids, labels = torch.randint(0, 11, (2, 2, 7))
-    targets = window_targets(labels, 3)
-    found = head_loss(head, config, hidden, targets, ids)[0]
-    torch.testing.assert_close(found, head_loss(head, config, hidden, targets, labels)[0])
-    torch.testing.assert_close(found, plain_loss(head, config, hidden, targets, labels)[0])
-    assert abs(found - head_loss(head, config, hidden, window_targets(ids, 3), ids)[0]) > 1e-3
+    for masked in ["observe", "marginalise"]:
+        for kind in FAMILIES:
+            head, config, hidden, _ = head_and_batch(kind)
+            config.masked_tokens = masked
+            ids, labels = torch.randint(0, 11, (2, 2, 7))
+            targets = window_targets(labels, 3)
+            found = head_loss(head, config, hidden, targets, ids)[0]
+            torch.testing.assert_close(found, head_loss(head, config, hidden, targets, labels)[0])
+            torch.testing.assert_close(found, plain_loss(head, config, hidden, targets, labels)[0])
+            assert abs(found - head_loss(head, config, hidden, window_targets(ids, 3), ids)[0]) > 1e-3
 
 
 def test_labels_outside_the_vocabulary_are_refused_by_name():
@@ -302,32 +302,31 @@ def test_terms_without_a_target_give_no_gradient():
     assert (by_head[:2] > 0).all() and (by_head[2:] == 0).all()  # the fourth is outside the window
 
 
-@pytest.mark.by_day("cp-observe", "btree-marginalise")
-@pytest.mark.parametrize("masked", ["observe", "marginalise"])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_packed_documents_cost_what_they_cost_apart(kind, masked):
+def test_packed_documents_cost_what_they_cost_apart():
     """Three documents packed into one row against the same documents as rows of a padded batch."""
-    lengths = (5, 1, 8)
-    head, config, _, _ = head_and_batch(kind)
-    config.masked_tokens = masked
-    documents = [torch.randn(length, 6) for length in lengths]
-    ids = [torch.randint(0, 11, (length,)) for length in lengths]
-    labels = [document.clone() for document in ids]
-    labels[2][3] = IGNORE
-    targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
-    packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None]).to_tuple()
-    hidden, tokens, apart_labels = (
-        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
-        for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
-    )
-    apart_targets = window_targets(apart_labels, 3)
-    apart, *_ = head_loss(head, config, hidden, apart_targets, tokens).to_tuple()
-    torch.testing.assert_close(packed, apart)
-    assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
-    across, *_ = head_loss(
-        head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None
-    ).to_tuple()
-    assert abs(across - packed) > 1e-3
+    for kind in FAMILIES:
+        for masked in ["observe", "marginalise"]:
+            lengths = (5, 1, 8)
+            head, config, _, _ = head_and_batch(kind)
+            config.masked_tokens = masked
+            documents = [torch.randn(length, 6) for length in lengths]
+            ids = [torch.randint(0, 11, (length,)) for length in lengths]
+            labels = [document.clone() for document in ids]
+            labels[2][3] = IGNORE
+            targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
+            packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None]).to_tuple()
+            hidden, tokens, apart_labels = (
+                torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+                for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
+            )
+            apart_targets = window_targets(apart_labels, 3)
+            apart, *_ = head_loss(head, config, hidden, apart_targets, tokens).to_tuple()
+            torch.testing.assert_close(packed, apart)
+            assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
+            across, *_ = head_loss(
+                head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None
+            ).to_tuple()
+            assert abs(across - packed) > 1e-3
 
 
 def test_tokens_ahead():

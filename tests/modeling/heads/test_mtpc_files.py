@@ -54,36 +54,34 @@ def test_a_circuit_is_the_one_of_the_file(kind, n, tmp_path):
     torch.testing.assert_close(scored(heads, n), wanted(kind, tensors, n), atol=1e-10, rtol=0)
 
 
-@pytest.mark.by_day("hmm")
-@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
-def test_without_settings_the_shapes_decide(kind, tmp_path):
-    heads = MTPHeads.from_official(write(tmp_path, published(kind, 8), None))
-    assert heads.config.head_type == kind
-    torch.testing.assert_close(scored(heads, 8), wanted(kind, published(kind, 8), 8), atol=1e-10, rtol=0)
+def test_without_settings_the_shapes_decide(tmp_path):
+    for kind in ["ff", "cp", "hmm", "btree"]:
+        heads = MTPHeads.from_official(write(tmp_path, published(kind, 8), None))
+        assert heads.config.head_type == kind
+        torch.testing.assert_close(scored(heads, 8), wanted(kind, published(kind, 8), 8), atol=1e-10, rtol=0)
 
 
-@pytest.mark.by_day("btree", "hmm")
-@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-def test_positions_are_those_of_the_file(kind, tmp_path):
-    tensors = published(kind) | {SCOPE: torch.tensor([[2], [0], [3], [1]])}
-    heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind)))
-    torch.testing.assert_close(scored(heads, 4), wanted(kind, tensors, 4), atol=1e-10, rtol=0)
-    del (unsaid := published(kind))[SCOPE]
-    heads = MTPHeads.from_official(write(tmp_path, unsaid, settings(kind)))
-    torch.testing.assert_close(scored(heads, 4), wanted(kind, published(kind), 4), atol=1e-10, rtol=0)
+def test_positions_are_those_of_the_file(tmp_path):
+    for kind in ["cp", "hmm", "btree"]:
+        tensors = published(kind) | {SCOPE: torch.tensor([[2], [0], [3], [1]])}
+        heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind)))
+        torch.testing.assert_close(scored(heads, 4), wanted(kind, tensors, 4), atol=1e-10, rtol=0)
+        del (unsaid := published(kind))[SCOPE]
+        heads = MTPHeads.from_official(write(tmp_path, unsaid, settings(kind)))
+        torch.testing.assert_close(scored(heads, 4), wanted(kind, published(kind), 4), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["hmm", "btree"])
-def test_orders_of_sums_matter(kind, tmp_path):
+def test_orders_of_sums_matter(tmp_path):
     """That the comparison above sees a wrong order: sums reversed, or rows and columns swapped."""
-    n, tensors = 8, published(kind, 8)
-    heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind, n)))
-    swapped = tensors | {SUM.format(0): tensors[SUM.format(0)].transpose(1, 2).contiguous()}
-    names = [SUM.format(k) for k in (0, 1)]
-    first = tensors[names[0]].flip(0) if kind == "btree" else tensors[names[1]]
-    reordered = tensors | {names[0]: first} | ({} if kind == "btree" else {names[1]: tensors[names[0]]})
-    for wrong in (swapped, reordered):
-        assert (scored(heads, n) - wanted(kind, wrong, n)).abs().max() > 1e-3
+    for kind in ["hmm", "btree"]:
+        n, tensors = 8, published(kind, 8)
+        heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind, n)))
+        swapped = tensors | {SUM.format(0): tensors[SUM.format(0)].transpose(1, 2).contiguous()}
+        names = [SUM.format(k) for k in (0, 1)]
+        first = tensors[names[0]].flip(0) if kind == "btree" else tensors[names[1]]
+        reordered = tensors | {names[0]: first} | ({} if kind == "btree" else {names[1]: tensors[names[0]]})
+        for wrong in (swapped, reordered):
+            assert (scored(heads, n) - wanted(kind, wrong, n)).abs().max() > 1e-3
 
 
 @pytest.mark.by_day("ff", "hmm")

@@ -122,10 +122,6 @@ class HeadSession(DraftSession):
             return grow(WindowGrowth(distribution, last), self.options, length, masks)
         return DraftTree.chain(*self._chain(distribution, length, masks))
 
-    def _is_ancestral(self, masks: DraftMasks | None) -> bool:
-        """Whether a draft is a plain ancestral sample: there is nothing to warp."""
-        return masks is None and self.options.do_sample and not self.options.processing.pointwise
-
     def _chain(
         self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +134,7 @@ class HeadSession(DraftSession):
             return distribution.greedy(length, options.numbers.note), None
         elif not options.do_sample:
             draft, probs = distribution.draft(self._likeliest, length)
-        elif self._is_ancestral(masks):
+        elif not options.processing.pointwise:  # nothing is warped: a plain ancestral sample
             draft, probs = distribution.sample_with_probs(length)
             self._note(probs)
         else:

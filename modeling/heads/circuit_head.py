@@ -7,7 +7,6 @@ independent positions are the one without sums.
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -216,23 +215,12 @@ class CircuitHead(nn.Module):
         config: Head options.
         hidden_size: d.
         vocab_size: V.
-
-    Raises:
-        ValueError: Unembeddings larger than this machine's memory.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.per_position = config.rank if config.leaf_size is None else 1
-        needed = 4 * config.num_depths * self.per_position * hidden_size * vocab_size
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if config.unembedding == "own" and needed > available:
-            sizes = f"window={config.window}, rank={config.rank}, hidden_size={hidden_size} and vocab_size={vocab_size}"
-            size = f"{needed / 2**30:.0f} GiB of {available / 2**30:.0f}"
-            raise ValueError(
-                f"unembedding='own' with {sizes} needs {size}; use unembedding='shared', or a smaller rank or window"
-            )
         self.context = context_of(config, vocab_size)
         count = config.num_depths * self.per_position
         self.leaf = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, count)

@@ -17,13 +17,7 @@ from ....configuration.block import BlockDrafterConfig
 from ...common.draft_vocabulary import DraftVocabulary
 from ...heads.circuits import LatentDistribution
 from ...heads.context import ContextDistribution
-from ...heads.window_distribution import (
-    FactorisedDistribution,
-    Given,
-    TokenReader,
-    WindowDistribution,
-    exact,
-)
+from ...heads.window_distribution import FactorisedDistribution, Given, TokenReader, WindowDistribution, exact
 
 Inner = FactorisedDistribution | LatentDistribution
 

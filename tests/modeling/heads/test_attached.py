@@ -13,7 +13,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.models import tiny_model
 from tokenahead import MTPHeadConfig, MTPHeads
 
 SIZES = dict(
@@ -176,7 +175,3 @@ def test_two_sets_of_heads_may_share_a_backbone():
         assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
     first.detach()
     assert torch.equal(base.generate(PROMPT, assistant_model=second, **GREEDY), expected)
-
-
-def test_a_model_without_attached_heads_is_untouched():
-    assert "_get_candidate_generator" not in vars(tiny_model())

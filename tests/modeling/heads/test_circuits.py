@@ -29,17 +29,6 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> N
     torch.testing.assert_close(got, want.to(dtype), **CLOSE[dtype])
 
 
-def test_golden_density():
-    for name in DENSITIES:
-        for dtype in CLOSE:
-            data = golden(name)
-            distribution, x = batched(data, dtype), data["x"]
-            assert_close(distribution.log_prob(x), data["logq"], dtype)
-            assert_close(distribution.prefix_log_prob(x), data["prefix_logq"], dtype)
-            assert_close(distribution.conditional_log_probs(x), data["cond_logp"], dtype)
-            assert distribution.window == x.shape[1]
-
-
 def test_golden_condition():
     for name in DENSITIES:
         data = golden(name)
@@ -54,36 +43,6 @@ def test_golden_condition():
         anything = torch.zeros(len(firsts), given_first.window, dtype=torch.long)
         marginals = given_first.conditional_log_probs(anything).exp()
         assert_close(marginals, data["univ_given_first"][:, 1:], torch.float64)
-
-
-def test_golden_greedy():
-    for name in DENSITIES:
-        data = golden(name)
-        distribution = circuit_from_logits("ff", leaf_logits=data["params.leaf_logits"])
-        assert torch.equal(distribution.greedy(), data["greedy_seq"])
-        if "map_seq" in data:  # for independent positions the best window is the greedy one
-            assert torch.equal(distribution.greedy(), data["map_seq"])
-        assert torch.equal(batched(data, torch.float32).greedy(), data["greedy_seq"].expand(len(data["x"]), -1))
-
-
-def test_golden_gradient():
-    for name in DENSITIES:
-        data = golden(name)
-        logits = data["params.leaf_logits"].requires_grad_()
-        x = data["x"]
-        loss = circuit_from_logits("ff", leaf_logits=logits.expand(len(x), *logits.shape)).log_prob(x).neg().mean()
-        loss.backward()
-        assert_close(loss.detach().reshape(1), data["nll_mean"], torch.float64)
-        torch.testing.assert_close(logits.grad, data["grad.leaf_logits"], rtol=0, atol=1e-12)
-
-
-def test_golden_contextual():
-    data = golden("ctx_ff_n4")
-    logits = torch.einsum("nrvd,bd->bnrv", data["leaf_weight"], data["e"])
-    torch.testing.assert_close(logits, data["leaf_logits"])
-    distribution = circuit_from_logits("ff", leaf_logits=logits[:, None].expand(-1, data["x"].shape[1], -1, -1, -1))
-    assert_close(distribution.log_prob(data["x"]), data["logq"], torch.float64)
-    assert_close(distribution.prefix_log_prob(data["x"]), data["prefix_logq"], torch.float64)
 
 
 def test_all_windows_together():

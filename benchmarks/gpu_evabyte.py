@@ -23,7 +23,7 @@ from measuring import show
 from tokenahead import EvaByteConfig, EvaByteForMTPC
 from tokenahead.generation.loop import SpeculativeLoop
 from tokenahead.generation.tensors.wrapped_models import untyped
-from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.modeling.heads.attached import HeadSession
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, chunk_size=16)
 KINDS = "cp", "hmm", "btree"

@@ -20,8 +20,7 @@ from ..common.draft_vocabulary import DraftVocabulary
 from ..heads.circuit_head import circuit_from_logits, persistence
 from ..heads.circuits import LatentDistribution
 from ..heads.context import ContextDistribution
-from ..heads.reading import Given, TokenReader
-from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
+from ..heads.window_distribution import FactorisedDistribution, Given, TokenReader, WindowDistribution, exact
 
 Inner = FactorisedDistribution | LatentDistribution
 

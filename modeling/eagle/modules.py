@@ -102,18 +102,10 @@ class EagleNetwork(DraftModel):
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
-        if config.version == 1:
-            self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        else:
-            self._add_parts_of_version_3(config)
-        self.post_init()
-
-    def _add_parts_of_version_3(self, config: EagleHeadConfig) -> None:
-        width, eps = config.hidden_size, config.rms_norm_eps
-        target_width = config.target_hidden_size or width
+        target_width, eps = config.target_hidden_size or width, config.rms_norm_eps
         states = config.num_aux * target_width
-        if states:
-            self.fc = nn.Linear(states, width, bias=config.fc_bias)
+        if states or config.version == 1:
+            self.fc = nn.Linear(states or 2 * width, width, bias=config.fc_bias)
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(states, eps=eps)
         if config.fc_norm:
@@ -121,8 +113,10 @@ class EagleNetwork(DraftModel):
             self.fc_norm = nn.ModuleList(norms)
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states or width))
-        self.norm = LlamaRMSNorm(width, eps=eps)
-        self.lm_head = nn.Linear(width, self.draft_size, bias=False)
+        if config.version == 3:
+            self.norm = LlamaRMSNorm(width, eps=eps)
+            self.lm_head = nn.Linear(width, self.draft_size, bias=False)
+        self.post_init()
 
     @property
     def hidden_layers(self) -> int | list[int]:

@@ -10,7 +10,7 @@ from tests.ptp_models import student
 from tokenahead import MTPHeads, NgramDrafter
 from tokenahead.generation.call import options as protocol
 from tokenahead.generation.call.options import DraftOptions
-from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.modeling.heads.attached import HeadSession
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])

@@ -19,7 +19,7 @@ from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.tensors import buffers as buffers_module
 from tokenahead.generation.tensors.masks import cached_arange
 from tokenahead.generation.verification.cycles import Cycle
-from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.modeling.heads.attached import HeadSession
 
 NEW = 24
 COMMON = dict(max_new_tokens=NEW, pad_token_id=0, use_mtp=True, return_dict_in_generate=True)

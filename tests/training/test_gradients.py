@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.plain_losses import DRAFTERS, OBJECTIVES, check, exact_norms, gradients
 from tokenahead.modeling.common import chunks
-from tokenahead.modeling.eagle import steps
+from tokenahead.modeling.eagle import losses as eagle_losses
 from tokenahead.training.batches import Collator, JoinedCollator
 
 joined = JoinedCollator(Collator())
@@ -76,8 +76,8 @@ def exact_and_cut(patch: pytest.MonkeyPatch) -> None:
     """Exact norms; several chunks and blocks."""
     exact_norms(patch)
     patch.setattr(chunks, "LOGITS_PER_CHUNK", 7 * 2 * 3 * 24)
-    patch.setattr(steps, "LOGITS_PER_CHUNK", 7 * 24)
-    patch.setattr(steps, "BLOCK", 5)
+    patch.setattr(eagle_losses, "LOGITS_PER_CHUNK", 7 * 24)
+    patch.setattr(eagle_losses, "BLOCK", 5)
 
 
 @pytest.fixture(autouse=True)

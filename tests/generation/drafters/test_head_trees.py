@@ -18,7 +18,7 @@ from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
 from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.trees import building as growth
-from tokenahead.modeling.heads.session import WindowGrowth
+from tokenahead.modeling.heads.attached import WindowGrowth
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 KINDS = {

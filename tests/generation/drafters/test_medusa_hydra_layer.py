@@ -6,7 +6,7 @@ from transformers import MistralConfig
 
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeads
-from tokenahead.modeling.heads.session import AttendingHeadSession
+from tokenahead.modeling.heads.attached import AttendingHeadSession
 
 PROMPT = torch.tensor([[0, 0, 0, 7, 9, 4], [0, 5, 8, 3, 6, 2], [11, 12, 13, 14, 15, 16]])
 MASK = (PROMPT != 0).long()

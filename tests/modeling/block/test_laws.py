@@ -20,7 +20,7 @@ from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.trees.building import dynamic_tree
 from tokenahead.modeling.block.laws import LAWS
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
-from tokenahead.modeling.heads.session import WindowGrowth
+from tokenahead.modeling.heads.attached import WindowGrowth
 from tokenahead.modeling.heads.window_distribution import PartialDistribution
 
 M, D, V = 3, 4, 7

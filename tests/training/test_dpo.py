@@ -27,6 +27,7 @@ def trainer_of(model, folder, settings=None, **options):
     return MTPDPOTrainer(model, copy.deepcopy(model), config, **given, **options)
 
 
+@pytest.mark.by_day("evabyte")
 @pytest.mark.core_cases("evabyte")
 @pytest.mark.parametrize(
     "make", [tiny_model, lambda: family_model("llama", vocab_size=320)], ids=["evabyte", "modules"]

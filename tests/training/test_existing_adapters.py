@@ -36,6 +36,7 @@ def trainer(model, folder, **fields):
     return trainer_for(model, folder / "out", ROWS, strategy=TrainingStrategy(**fields), **options)
 
 
+@pytest.mark.by_day("the same pattern")
 @pytest.mark.parametrize(
     "fields",
     [

@@ -44,6 +44,7 @@ def uninterrupted(tmp_path_factory):
     return weights(trainer)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_whole_one", [False, True])
 def test_a_kill_within_a_save_costs_the_steps_since_the_last_whole_one(has_whole_one, tmp_path, uninterrupted):
     earlier = tmp_path / "earlier"

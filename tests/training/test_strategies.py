@@ -80,6 +80,7 @@ def trained(name, folder, batch=4, steps=2, rows=None, **options):
     )  # fmt: skip
 
 
+@pytest.mark.by_day("heads, balanced", "medusa, joint with adapters", "eagle 3, lk")
 @pytest.mark.parametrize("name", CASES)
 def test_two_divisions_of_a_batch_take_the_same_steps(name, tmp_path):
     whole, pieces = trained(name, tmp_path, 4), trained(name, tmp_path, 1)
@@ -95,6 +96,7 @@ def test_two_divisions_of_a_batch_take_the_same_steps(name, tmp_path):
     assert logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
+@pytest.mark.by_day("heads, balanced", "medusa, joint with adapters")
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_training_goes_on_with_the_same_losses(name, tmp_path):
     options = dict(steps=4, optim="adamw_torch", save_strategy="steps", save_steps=3, learning_rate=1e-3)

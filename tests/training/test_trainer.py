@@ -85,6 +85,7 @@ def test_heads_learn_while_backbone_and_target_stay_bit_equal(tmp_path):
     assert (moved > 0.9).all()
 
 
+@pytest.mark.by_day("2-4")
 @pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (2, 4), (1, 8)])
 def test_log_has_plain_means_per_head_whatever_the_accumulation(tmp_path, size, accumulation):
     model, rows = small_model(), ragged_rows()

@@ -169,6 +169,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.by_day("late labels")
 @pytest.mark.parametrize(("rows", "message"), STREAMS.values(), ids=STREAMS)
 def test_a_stream_is_looked_at_as_it_comes(rows, message, settings_of, tmp_path):
     file = write(tmp_path / "rows.jsonl", rows)
@@ -177,6 +178,7 @@ def test_a_stream_is_looked_at_as_it_comes(rows, message, settings_of, tmp_path)
         train(settings)
 
 
+@pytest.mark.by_day("True-a broken line")
 @pytest.mark.parametrize("text", ['{"text": "a"}\n{"text": \n', "\n\n\n"], ids=["a broken line", "blank lines"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_files_that_cannot_be_read_are_named(text, streaming, settings_of, tmp_path, capsys):
@@ -187,6 +189,7 @@ def test_files_that_cannot_be_read_are_named(text, streaming, settings_of, tmp_p
     assert str(file) in said
 
 
+@pytest.mark.by_day(".csv")
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
 def test_data_in_another_encoding_are_named(suffix, settings_of, tmp_path, capsys):
     file = tmp_path / f"rows{suffix}"
@@ -267,6 +270,7 @@ BEFORE_TEXT = {
 }
 
 
+@pytest.mark.by_day("features", "folder")
 @pytest.mark.parametrize(("changes", "message"), BEFORE_TEXT.values(), ids=BEFORE_TEXT)
 def test_refusals_come_before_the_backbone_writes_text(changes, message, settings_of, tmp_path):
     train(settings_of(drafter="heads", max_steps=1))

@@ -36,6 +36,7 @@ RUNS = {
 }
 
 
+@pytest.mark.by_day("evabyte", "heads", "new modules", "parallel", "eagle", "heads and backbone", "heads, streamed")
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_every_drafter_learns_and_its_folder_loads_again(run, settings_of, tmp_path):
     acceptance = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
@@ -80,6 +81,7 @@ def test_the_command_reads_a_file_and_flags(settings_of, tmp_path, capsys):
     assert "2/2" in shown.err and "'loss'" in shown.out
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("packing", [False, True])
 def test_long_rows_are_left_out_where_that_is_asked_for(packing, settings_of, data):
     texts = [json.loads(line)["text"] for line in data["text"].read_text().splitlines()]
@@ -114,6 +116,7 @@ def test_the_help_begins_with_what_is_our_own(capsys):
     )
 
 
+@pytest.mark.by_day("{'packing': True}")
 @pytest.mark.parametrize(
     "changes", [{}, {"packing": True}, {"drafter": "eagle"}, {"drafter": "block"}, {"dataset_name": "chat"}], ids=str
 )
@@ -129,6 +132,7 @@ def test_kept_features_teach_the_same(changes, settings_of, data, tmp_path):
     assert len(losses[0]) == 5 and len(part_files(tmp_path / "features")) == 1
 
 
+@pytest.mark.by_day("chat-heads")
 @pytest.mark.parametrize("kind, drafter", [("text", "heads"), ("chat", "heads"), ("text", "parallel")])
 def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, settings_of, data, tmp_path):
     asked = {"folder": str(tmp_path / "own"), "prompt_tokens": 6, "max_new_tokens": 9, "do_sample": True}
@@ -145,6 +149,7 @@ def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, setting
     ]
 
 
+@pytest.mark.by_day("heads-options0")
 @pytest.mark.parametrize(
     "drafter, options",
     [
@@ -173,6 +178,7 @@ def test_what_learns_beside_a_backbone_in_bfloat16_has_float32_weights(drafter, 
     assert {each.dtype for each in load_file(file).values() if each.is_floating_point()} == {torch.bfloat16}
 
 
+@pytest.mark.by_day("own")
 @pytest.mark.parametrize("drafter", ["modules", "own"])
 def test_adapters_beside_a_backbone_in_bfloat16_stay_in_float32(drafter, settings_of, tmp_path):
     model = "evabyte" if drafter == "own" else "llama"
@@ -183,6 +189,7 @@ def test_adapters_beside_a_backbone_in_bfloat16_stay_in_float32(drafter, setting
     assert learned and set(learned.values()) == {torch.float32}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_what_the_backbone_writes_and_states_show_their_progress(is_quiet, settings_of, tmp_path, capfd):
     logging.enable_progress_bar()  # other commands have left them out, in this process
@@ -196,6 +203,7 @@ def test_what_the_backbone_writes_and_states_show_their_progress(is_quiet, setti
     assert [bar in shown for bar in bars] == [not is_quiet] * len(bars)
 
 
+@pytest.mark.by_day("features")
 @pytest.mark.parametrize("command", ["regenerate", "features"])
 def test_what_a_training_reads_is_prepared_alone(command, settings_of, tmp_path, monkeypatch):
     asked = {"folder": str(tmp_path / "own"), "max_new_tokens": 4}
@@ -251,6 +259,7 @@ def test_a_run_folder_tells_no_token_and_no_key_of_a_server(settings_of, tmp_pat
     assert settings.drafter.regenerate["engine"]["api_key"] == "my_secret"
 
 
+@pytest.mark.by_day("heads")
 @pytest.mark.parametrize("drafter", ["heads", "eagle", "modules"])
 def test_a_file_names_the_tokens_to_draft(drafter, settings_of, tmp_path):
     (tmp_path / "ids.json").write_text(json.dumps([101, 32, 110]))
@@ -260,6 +269,7 @@ def test_a_file_names_the_tokens_to_draft(drafter, settings_of, tmp_path):
         assert each.draft_vocabulary.ids.tolist() == [32, 101, 110]
 
 
+@pytest.mark.by_day("options0")
 @pytest.mark.parametrize("options", [{}, {"features": "states"}, {"drafter": "eagle"}])
 def test_a_size_alone_drafts_the_commonest_tokens_of_the_data(options, settings_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

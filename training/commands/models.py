@@ -151,7 +151,7 @@ def _drafter(arguments: DrafterArguments, backbone: Any) -> Any:
     if options and backbone.head_config is None:
         raise ValueError(f"drafter_options={options}: the {type(backbone).__name__} exists already; leave them out")
     if options:
-        backbone.set_head(**options)
+        untyped(backbone).set_head(**options)
     return backbone
 
 

@@ -43,7 +43,7 @@ def test_training_the_modules_alone(kind, name, tmp_path):
         model.train_only("heads")
 
 
-@pytest.mark.by_day("deepseek_v3")
+@pytest.mark.nightly
 @pytest.mark.core_cases("deepseek_v3")
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_resuming_in_the_middle_gives_the_same_model(name, tmp_path):

@@ -78,7 +78,7 @@ def test_a_static_drafter_falls_behind_a_policy_that_moves_and_one_that_learns_d
     assert len(online.curve) == 24 and sum(entry["accepted"] for entry in online.curve[-8:]) > 8 * 0.3
 
 
-@pytest.mark.by_day("eagle", "block")
+@pytest.mark.by_day("eagle")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_texts_follow_the_policy_while_the_drafter_learns(kind):
     model = policy()

@@ -95,7 +95,7 @@ def check_equal_logs(one, other):
         torch.testing.assert_close(row["gradients"], same["gradients"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.by_day("grpo-cascade", "rloo-online")
+@pytest.mark.by_day("rloo-online")
 @pytest.mark.parametrize("drafter", ["ngrams", "suffix", "heads", "cascade", "online", "eagle"])
 @pytest.mark.parametrize("method", TRAINERS)
 def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter, tmp_path):
@@ -105,7 +105,7 @@ def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter,
     check_equal_logs(log, plain)
 
 
-@pytest.mark.by_day("heads-whole")
+@pytest.mark.nightly
 @pytest.mark.parametrize("adapt", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("drafter", ["ngrams", "suffix", "heads", "cascade", "eagle"])
 def test_a_policy_in_float32_under_the_trainers_own_autocast(drafter, adapt, tmp_path):
@@ -167,7 +167,7 @@ def test_texts_in_the_middle_of_the_training_follow_the_policy(drafter, tmp_path
     assert continuation_p_value(draws.drawn, exact) > 1e-3
 
 
-@pytest.mark.by_day("suffix-peft", "cascade-iterations")
+@pytest.mark.by_day("cascade-iterations")
 @pytest.mark.parametrize(
     "options",
     [{}, {"adapt": True}, {"gradient_checkpointing": True}, {"num_iterations": 2}],

@@ -148,6 +148,7 @@ def test_heads_apart_from_their_backbone_learn_and_the_backbone_does_not(tmp_pat
     assert "use_cache" not in heads.config.to_dict()
 
 
+@pytest.mark.nightly
 def test_accumulation_is_exact_for_heads_apart(tmp_path):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
     base = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2)).eval()

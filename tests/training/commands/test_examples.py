@@ -60,7 +60,7 @@ def script(name):
     return module
 
 
-@pytest.mark.by_day("train_drafters")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["train_heads", "train_evabyte", "train_drafters"])
 def test_scripts_train(name, folders, data, tmp_path, monkeypatch):
     """As written but for the number of steps and, for a file, the data's name: where there is no accelerator, too."""

@@ -124,6 +124,13 @@ ROWS = {
 
 
 @pytest.mark.core_cases("no rows")
+@pytest.mark.by_day(
+    "no rows",
+    "ids outside the vocabulary",
+    "turns without content",
+    "some text that is null",
+    "labels of another length",
+)
 @pytest.mark.parametrize(("rows", "message"), ROWS.values(), ids=ROWS)
 def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_path, capsys):
     file = write(tmp_path / "rows.jsonl", rows)

@@ -36,7 +36,7 @@ RUNS = {
 }
 
 
-@pytest.mark.by_day("evabyte", "heads", "new modules", "parallel", "eagle", "heads and backbone", "heads, streamed")
+@pytest.mark.by_day("evabyte", "heads and backbone", "new modules", "parallel", "eagle")
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_every_drafter_learns_and_its_folder_loads_again(run, settings_of, tmp_path):
     acceptance = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
@@ -274,6 +274,7 @@ def test_a_size_alone_drafts_the_commonest_tokens_of_the_data(options, settings_
     assert torch.equal(again.draft_vocabulary.ids, trainer.model.draft_vocabulary.ids)
 
 
+@pytest.mark.nightly
 def test_a_size_alone_starts_as_a_drafter_that_names_its_tokens(settings_of, tmp_path):
     run = dict(drafter="eagle", learning_rate=0.0)
     named = train(settings_of(**run, drafter_options={"draft_vocab_size": 90})).model

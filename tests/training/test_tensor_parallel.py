@@ -66,6 +66,7 @@ def settings(folder):
     return TrainingArguments(folder, report_to="none", use_cpu=True, max_steps=1)
 
 
+@pytest.mark.by_day("hmm", "eagle3_part", "student")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_drafter_is_made_and_drafts(name, divided):
     drafter = FAMILIES[name](divided)

@@ -22,6 +22,7 @@ def exported(folders, folder, drafter, layout):
     return f"{'eagle' if drafter == 'eagle' else 'auto'}:{folder}"
 
 
+@pytest.mark.by_day("block-deepspec")
 @pytest.mark.parametrize(("drafter", "layout"), [("eagle", "speculators"), ("heads", "medusa"), ("block", "deepspec")])
 def test_a_run_begins_with_it_and_is_resumed(drafter, layout, folders, settings_of, tmp_path):
     source = exported(folders, tmp_path / "published", drafter, layout)

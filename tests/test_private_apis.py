@@ -151,6 +151,7 @@ def test_a_private_word_is_still_in_the_source(owner, name):
     assert re.search(rf"\b{name}\b", inspect.getsource(owner))
 
 
+@pytest.mark.by_day("accessed")
 @pytest.mark.parametrize("find", [overridden, accessed])
 def test_every_private_name_that_we_use_is_listed(find):
     """Whoever uses a new private name lists it, and adds the parameters that are passed by position above."""

@@ -118,6 +118,7 @@ def test_an_empty_row_among_others_changes_nothing(name):
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.by_day("independent", "joint", "eagle 3", "hass", "heads block", "block")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_counts_of_an_update_are_those_of_a_batch_where_it_is_all_of_it(name):
     """From `MTPTrainer`, per depth, and from `Trainer`, one number of labels; on either side of the padding."""
@@ -159,6 +160,7 @@ def trained(model, folder, data, accumulated, trainer_class):
     return {key: each.detach().clone() for key, each in learning(model).items()}
 
 
+@pytest.mark.by_day("independent-Trainer", "eagle 1-Trainer")
 @pytest.mark.parametrize("trainer_class", [MTPTrainer, Trainer], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("name", ["independent", "eagle 3", "eagle 1", "modules", "block speculators"])
 def test_an_update_is_that_of_its_rows_with_targets(name, trainer_class, tmp_path):
@@ -173,6 +175,7 @@ def test_an_update_is_that_of_its_rows_with_targets(name, trainer_class, tmp_pat
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.by_day("registers")
 @pytest.mark.parametrize(
     "make, trainer_class, options",
     [
@@ -204,6 +207,7 @@ TOKENIZER = word_tokenizer()
 """With a padding token."""
 
 
+@pytest.mark.by_day("True-padding", "True-seq2seq")
 @pytest.mark.parametrize(
     "collator, tokenizer",
     [(None, None), (None, TOKENIZER), (DataCollatorWithPadding(TOKENIZER), TOKENIZER), (Collator(TOKENIZER), None),

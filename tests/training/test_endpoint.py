@@ -168,6 +168,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.by_day("another model", "several models")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_server_that_cannot_be_used_is_not_asked_for_all_rows(case, tmp_path):
     given, options, match = REFUSED[case]
@@ -235,6 +236,7 @@ WRONG_IDS = {
 }
 
 
+@pytest.mark.by_day("0-negative", "0-a text", "7-negative", "7-a text")
 @pytest.mark.parametrize("case", WRONG_IDS)
 @pytest.mark.parametrize("row", [0, 7])
 def test_a_row_of_wrong_ids_is_named_and_loses_no_other(case, row, tmp_path):
@@ -262,6 +264,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.by_day("0-no choices", "0-no reason", "7-no choices", "7-no reason")
 @pytest.mark.parametrize("case", UNUSABLE)
 @pytest.mark.parametrize("row", [0, 7])
 def test_a_row_without_a_usable_answer_loses_no_other(case, row, tmp_path):

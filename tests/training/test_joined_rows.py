@@ -83,6 +83,18 @@ def learned(model, batch) -> list[torch.Tensor]:
     return [output.loss.detach(), output.head_losses.nan_to_num(0.0), *gradients]
 
 
+@pytest.mark.by_day(
+    "independent-torch.float64-1e-12",
+    "circuit-torch.float32-5e-06",
+    "medusa-torch.float32-5e-06",
+    "layers-torch.float32-5e-06",
+    "taught-torch.float32-5e-06",
+    "joint-torch.float32-5e-06",
+    "eagle 3-torch.float64-1e-12",
+    "hass-torch.float64-1e-12",
+    "evabyte-torch.float64-1e-12",
+    "modules-torch.float64-1e-12",
+)
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 5e-6)], ids=str)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_joined_rows_teach_what_padded_ones_do(name, dtype, bound):

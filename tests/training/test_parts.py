@@ -120,6 +120,24 @@ DAMAGES = {
 }
 
 
+@pytest.mark.by_day(
+    "states-byte 0-in the middle",
+    "states-byte 9-in the middle",
+    "states-byte 150-at the end",
+    "states-byte -50-in the middle",
+    "states-cut-at the end",
+    "states-empty-at the end",
+    "states-no checksums-in the middle",
+    "states-other rows-at the end",
+    "answers-byte 0-in the middle",
+    "answers-byte 9-in the middle",
+    "answers-byte 150-at the end",
+    "answers-byte -50-in the middle",
+    "answers-cut-at the end",
+    "answers-empty-at the end",
+    "answers-no checksums-in the middle",
+    "answers-other rows-at the end",
+)
 @pytest.mark.parametrize("which", [1, -1], ids=["in the middle", "at the end"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_part_is_named_and_written_again(damage, which, damaged):
@@ -328,6 +346,7 @@ def owners(folder):
     return found
 
 
+@pytest.mark.by_day("states")
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_write_the_rows_of_one_each_its_share_and_wait_for_the_slowest(kind, tmp_path):
     want = kept(KINDS[kind].write(tmp_path / "one"))

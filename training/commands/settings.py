@@ -202,6 +202,8 @@ class Settings:
         features, frozen = drafter.features, "a backbone that does not learn: set strategy: {train: drafter}"
         server = drafter.options("features_engine")
         alone = f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides then what learns; leave one out"
+        lora = sorted(each for each in self.names if each.startswith("lora_"))
+        sizes = {"tokens_per_batch", "per_device_train_batch_size"}
         refuse(
             [
                 (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
@@ -209,6 +211,8 @@ class Settings:
                 (model.load_in_8bit and learns, f"load_in_8bit=True is for {frozen}"),
                 (features and learns, f"features={features} holds states of {frozen}"),
                 (model.use_peft and drafter.strategy, alone),
+                (lora and not model.use_peft, f"{', '.join(lora)}: options of use_peft=True; set it, or strategy:"),
+                (sizes <= self.names, f"{' and '.join(sorted(sizes))}: two sizes of one batch; leave one of them out"),
                 (
                     server and not (server.get("folder") and features),
                     f"features_engine={server} needs folder and features",

@@ -40,6 +40,8 @@ WRONG = {
     "acceptance that nothing measures": ({"acceptance": {"rowz": 8}}, "'rowz'"),
     "adapters of TRL on heads": ({"use_peft": True}, "no setting use_peft for drafter=heads"),
     "a part of adapters on heads": ({"lora_r": 4}, "no setting lora_r for drafter=heads"),
+    "a part of no adapters": ({"drafter": "modules", "lora_r": 4}, "lora_r: options of use_peft=True"),
+    "two sizes of a batch": ({"tokens_per_batch": 64, "per_device_train_batch_size": 2}, "two sizes of one batch"),
     "adapters and a strategy": (
         {"use_peft": True, "drafter": "own", "strategy": {"train": "all"}},
         "strategy={'train': 'all'} beside use_peft=True",

@@ -117,32 +117,9 @@ def test_other_assistants_win(trained):
     assert torch.equal(trained.generate(PROMPT, assistant_model=assistant, **GREEDY), expected)
 
 
-def test_one_head_decodes_plainly_and_warns_only_when_asked(caplog):
-    model = tiny_model(num_pred_heads=1)
-    expected = plain(model)
-    assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
-    assert torch.equal(model.generate(PROMPT, use_mtp=True, **GREEDY), expected)
-
-
 def test_nothing_of_the_decision_is_written_to_disk(tmp_path):
     model = tiny_model()
     model.generate(PROMPT, **GREEDY)
     model.save_pretrained(tmp_path)
     saved = (tmp_path / "generation_config.json").read_text()
     assert "use_mtp" not in saved and "verification" not in saved
-
-
-def test_a_generation_config_may_switch_it_off(trained):
-    config = GenerationConfig(use_mtp=False, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    assert not hasattr(trained.generate(PROMPT, generation_config=config), "speculation")
-
-
-def test_no_drafts_is_spelled_use_mtp_false(trained):
-    for number in [0, -3]:
-        with pytest.raises(ValueError, match=f"num_assistant_tokens={number} must be at least 1.*use_mtp=False"):
-            trained.generate(PROMPT, num_assistant_tokens=number, **GREEDY)
-
-
-def test_too_many_drafts_are_clipped(trained):
-    out = trained.generate(PROMPT, num_assistant_tokens=50, **GREEDY, **DICT)
-    assert max(map(len, out.speculation.drafts)) == 7

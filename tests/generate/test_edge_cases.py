@@ -238,13 +238,3 @@ def test_look_ups_draft_where_a_prompt_has_embeddings_alone(kind, cache, name):
     drafter = LOOK_UPS[kind]().attach(model)
     assert torch.equal(model.generate(**options, do_sample=False, assistant_model=drafter), want)
     assert model.generate(**options, do_sample=True, assistant_model=drafter).shape == want.shape
-
-
-def test_prompt_lookup_beside_a_named_drafter_is_refused():
-    for kind, saved in itertools.product(MAKE, [False, True]):
-        speculating = Speculating(kind)
-        if saved:
-            speculating.model.generation_config.prompt_lookup_num_tokens = 2
-        options = {} if saved else {"prompt_lookup_num_tokens": 2}
-        with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2.*assistant_model"):
-            speculating.generate(PROMPT[:1], attention_mask=None, **options)

@@ -85,16 +85,6 @@ def test_a_cache_of_another_batch_is_refused():
             model.generate(prompt, past_key_values=cache, max_new_tokens=4)
 
 
-def test_a_static_cache_that_is_too_small_is_refused_by_how_much():
-    model, prompt = backbone(), torch.full((2, 6), 5)
-    drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match=rf"{CACHE}.*9.*13.*max_cache_len.*4"):
-        cache = StaticCache(config=model.config, max_cache_len=9)
-        model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
-    cache = StaticCache(config=model.config, max_cache_len=13)
-    model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
-
-
 def test_a_call_that_fails_leaves_layers_of_transformers():
     model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
     drafter = NgramDrafter().attach(model)

@@ -20,7 +20,7 @@ from transformers import (
 from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
 from tests.matrix.decoding import warnings_of
 from tests.models import left_padded, trained_model
-from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter, PTPStudent
+from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
@@ -86,13 +86,6 @@ class ByOutputs(Steered):
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs) | {"steering": bias}
 
 
-class Wrapped(LlamaForCausalLM):
-    """Hands on what it does not name."""
-
-    def forward(self, *args, steering=None, **kwargs):
-        return with_bias(super().forward(*args, **kwargs), steering)
-
-
 def model_of(kind=Steered):
     model = copy.deepcopy(backbone())
     model.__class__ = kind
@@ -139,11 +132,6 @@ def test_a_keyword_of_the_call_reaches_every_forward(drafter, shape):
     steering = {"[V]": bias(1)[0, 0], "[B, 1, V]": bias(4), "[1, 1, V]": bias(1)}[shape]
     out = speculates(model, DRAFTERS[drafter](model), batch, steering=steering)
     assert not torch.equal(out.sequences, model.generate(**batch, **GREEDY)), "or the case shows nothing"
-
-
-def test_it_reaches_them_after_a_prompt_of_one_token():
-    model = model_of()
-    speculates(model, DRAFTERS["ngram"](model), dict(input_ids=torch.tensor([[5], [9]])), steering=bias(2))
 
 
 def test_it_is_repeated_for_several_texts_of_a_prompt():
@@ -248,11 +236,6 @@ def test_models_that_draft_for_themselves_hand_it_on():
         assert not torch.equal(plain, model.generate(**batch, **GREEDY, use_mtp=False))
 
 
-def test_a_student_with_slots_leaves_it_to_plain_decoding():
-    model = model_of()
-    speculates(model, PTPStudent.from_backbone(model, num_slots=3), left_padded(prompts(4)), False, steering=bias(4))
-
-
 @pytest.mark.by_day("20-tree")
 @pytest.mark.parametrize("drafter", ["ngram", "tree", "heads"])
 @pytest.mark.parametrize("columns", [5, 20])
@@ -318,10 +301,3 @@ def test_pictures_among_the_layers_of_the_cache_decode_plainly():
     image = dict(pixel_values=torch.randn(2, 1, 1, 3, 16, 16), aspect_ratio_ids=one, aspect_ratio_mask=one[:, None])
     speculates(model, drafter, batch | image | seen, shows=False)
     speculates(model, drafter, left_padded(prompts(4, 47)))
-
-
-def test_a_forward_that_hands_on_its_keywords_is_asked_with_its_bases():
-    model, batch = model_of(Wrapped), left_padded(prompts(3))
-    plain = model.generate(**batch, **GREEDY, steering=bias(3))
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    assert torch.equal(model.generate(**batch, **GREEDY, steering=bias(3), assistant_model=drafter), plain)

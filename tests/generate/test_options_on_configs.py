@@ -8,7 +8,6 @@ from transformers import GenerationConfig
 
 from tests.every_model import llama, moved_heads
 from tests.families import family_model
-from tests.models import tiny_model
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter, NgramDrafter
 from tokenahead.generation import plan as plan_module
@@ -52,15 +51,6 @@ def test_a_tree_of_a_saved_config_is_drafted(tree, tmp_path):
     config.draft_tree = [(0,), (1,)]
     assert max(sizes(model.generate(PROMPT, generation_config=config))) == 2
     assert max(sizes(model.generate(PROMPT, generation_config=config, draft_tree=[[0]]))) == 1
-
-
-def test_a_tree_on_a_config_serves_attached_heads_too():
-    model = llama()
-    heads = moved_heads(model)
-    model.generation_config.draft_tree = TREE
-    out = model.generate(PROMPT, assistant_model=heads, **PLAIN)
-    assert max(sizes(out)) == 4
-    assert torch.equal(out.sequences, model.generate(PROMPT, **PLAIN).sequences)
 
 
 @pytest.mark.core
@@ -117,15 +107,6 @@ def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(mo
             model.generate(PROMPT, generation_config=GenerationConfig(seed=5, **PLAIN), assistant_model=drafter)
 
 
-@pytest.mark.core
-def test_a_models_own_config_does_not_break_drafts_of_transformers():
-    common = dict(max_new_tokens=4, do_sample=False)
-    for model, assistant in ((tiny_model(), tiny_model()), (modules(), modules())):
-        model.generation_config.draft_tree = TREE
-        assert model.generate(PROMPT, prompt_lookup_num_tokens=2, **common).shape == (1, 11)
-        assert model.generate(PROMPT, assistant_model=assistant, **common).shape == (1, 11)
-
-
 def test_the_assistant_says_last_how_many_tokens_it_drafts():
     """transformers' documented place is the assistant's own generation config."""
     model, small = llama(), llama()
@@ -146,13 +127,3 @@ def test_the_assistant_says_last_how_many_tokens_it_drafts():
     small.generation_config.num_assistant_tokens = 0
     with pytest.raises(ValueError, match="num_assistant_tokens=0"):
         model.generate(PROMPT, assistant_model=drafter, **PLAIN)
-
-
-def test_a_field_that_a_call_unsets_stays_unset_where_drafts_are_asked_for():
-    model = llama()
-    drafter = NgramDrafter(longest=1).attach(model)
-    whole = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
-    model.generation_config.eos_token_id = int(whole[0, PROMPT.shape[1]])
-    for asked in (None, True):
-        out = model.generate(PROMPT, **PLAIN, assistant_model=drafter, use_mtp=asked, eos_token_id=None)
-        assert torch.equal(out.sequences, whole)

@@ -6,7 +6,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from tests.models import left_padded
 from tokenahead import AssistantDrafter, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM
-from tokenahead.configuration.fields import rotary_border
 
 BORDER = 160
 _SIZES = dict(
@@ -90,15 +89,6 @@ def test_a_source_of_uniforms_is_refused_across_the_border():
     model = PTPForCausalLM.from_backbone(made(dynamic), num_slots=3)
     with pytest.raises(ValueError, match="seed=.*rope_type=.*'dynamic'"):
         model.generate(**prompts(BORDER - 5), max_new_tokens=30, do_sample=True, seed=3)
-
-
-def test_other_types_have_no_border():
-    assert rotary_border(None) is None
-    assert rotary_border(LlamaConfig()) is None
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    assert rotary_border(LlamaConfig(rope_parameters=yarn)) is None
-    layers = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}
-    assert rotary_border(LlamaConfig(rope_parameters=layers, max_position_embeddings=99)) == ("dynamic", 99)
 
 
 @pytest.mark.by_day("85")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import StaticCache
 
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
@@ -71,22 +70,6 @@ def test_rows_that_end_leave_the_others_as_they_are():
     for got, row in zip(ended.tolist(), text.tolist()):
         length = row.index(end) + 1 if end in row else len(row)
         assert got[:length] == row[:length] and not any(got[length:])
-
-
-@pytest.mark.by_day("cache")
-@pytest.mark.parametrize("given", ["cache", "implementation"])
-def test_a_static_cache_decodes_plainly_with_the_same_uniforms(given):
-    model, batch = model_of("one_hot"), prompts()
-    text = write(model, batch, seed=3)
-    end = int(text[1, 4])
-    for ends in (None, end):
-        options = {"seed": 3, "eos_token_id": ends}
-        plain = write(model, batch, use_mtp=False, **options)
-        if given == "cache":
-            options["past_key_values"] = StaticCache(model.config.backbone_config, max_cache_len=40)
-        else:
-            options["cache_implementation"] = "static"
-        assert torch.equal(write(model, batch, **options), plain)
 
 
 def test_what_a_seed_cannot_be():

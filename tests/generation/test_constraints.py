@@ -16,7 +16,7 @@ from tests.backbones import backbone, code, prompts, train_heads
 from tests.no_sync import NoSync
 from tokenahead import GrammarConstraint, LookaheadDrafter, NgramDrafter, RecyclingDrafter, SuffixDrafter
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
-from tokenahead.generation.call.options import DraftOptions, NumberCheck, chosen
+from tokenahead.generation.call.options import NumberCheck, chosen
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
@@ -139,16 +139,6 @@ def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
     for options in ({}, trees):
         out = model.generate(ids, assistant_model=drafter, **common, **options, **CONSTRAINTS[constraint]())
         assert torch.equal(out, want)
-
-
-def test_a_model_without_the_constraints_tokens_drafts_what_is_allowed():
-    """The conditional has no mass on what is allowed: any allowed token is drafted, and its distribution says so."""
-    processing = Processing(LogitsProcessorList([library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1, 2], 1)]))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
-    masks = processing.masks(Sequences(torch.tensor([[3, 4]])), True)
-    token, q = DraftOptions.choose(options, torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]]), masks=masks)
-    assert token in (1, 2) and torch.equal(q, torch.tensor([[0, 0.5, 0.5, 0]]))
-    assert torch.equal(masks.paths, token[:, None, None])
 
 
 @pytest.mark.by_day("hmm")
@@ -341,22 +331,6 @@ def test_json_schemas_are_kept_to():
     out = model.generate(**inputs, max_new_tokens=60, do_sample=True, logits_processor=[constraint])
     for row in tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
         assert json.loads(row).keys() == {"name", "ok"}
-
-
-def test_grammars_that_cannot_be_read_are_refused(monkeypatch):
-    pytest.importorskip("llguidance")
-    tokenizer = AutoTokenizer.from_pretrained(BOX)
-    for given, message in [
-        ({}, "json_schema, regex and grammar"),
-        ({"regex": "a", "grammar": "b"}, "regex and grammar"),
-        ({"regex": "a("}, r"(?s)regex='a\('.*unclosed"),
-        ({"json_schema": {"type": "objct"}}, "objct"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            GrammarConstraint(tokenizer, **given)
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(ImportError, match="constraints"):
-        GrammarConstraint(tokenizer, regex="a")
 
 
 @pytest.mark.by_day(each=1)

@@ -8,7 +8,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
 
 from tests.backbones import prompts
-from tests.families import family_model
 from tests.models import left_padded, trained_model
 from tests.ptp_models import CONFIGS, student
 from tests.ptp_models import backbone as ptp_backbone
@@ -57,16 +56,6 @@ def test_inputs_of_single_tokens_go_on():
             assert not torch.equal(plain, model.generate(**batch, **GREEDY)), "or the case shows nothing"
 
 
-def test_one_row_of_them_serves_all_rows_and_all_texts():
-    for name in ["token_type_ids", "position_ids"]:
-        model = gpt2()
-        batch = {"input_ids": torch.stack([prompts(4)[3]] * 2), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
-        drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-        more = {key: value[:1] for key, value in given(batch, name).items()}
-        plain = model.generate(**batch, **more, **GREEDY)
-        assert torch.equal(model.generate(**batch, **more, **GREEDY, assistant_model=drafter), plain)
-
-
 def test_positions_behind_an_image():
     for branches, rows in itertools.product([1, 3], ["image", "image and text"]):
         torch.manual_seed(1)
@@ -89,14 +78,6 @@ def test_positions_behind_an_image():
         assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
 
 
-def test_positions_of_models_with_modules():
-    model = family_model("deepseek_v3")
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    batch = left_padded(prompts(4))
-    options = batch | given(batch, "position_ids") | GREEDY
-    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
-
-
 @pytest.mark.core
 def test_slots_that_ride_along():
     for name in ["token_type_ids", "position_ids"]:
@@ -105,14 +86,6 @@ def test_slots_that_ride_along():
         options = batch | given(batch, name) | GREEDY
         plain = model.generate(**options)
         assert torch.equal(model.generate(**options, assistant_model=apart), plain)
-
-
-@pytest.mark.core
-def test_positions_of_a_model_with_slots_of_its_own():
-    model = student(base=ptp_backbone(CONFIGS["gpt2"]()))
-    batch = left_padded(prompts(3, vocabulary=11))
-    options = batch | given(batch, "position_ids") | GREEDY | {"pad_token_id": 0}
-    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
 
 
 def test_one_token_at_a_time_on_a_static_cache():

@@ -1,7 +1,5 @@
 """Short convolutions and distances between columns: each sequence has its own, however many drafts it accepts."""
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,7 +7,6 @@ from transformers import AutoModelForCausalLM
 from tests.families import family_config, family_model, random_ids, shake
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
-from tokenahead import AssistantDrafter, NgramDrafter
 from tokenahead.generation.backbone import cache as rows_module
 from tokenahead.generation.backbone.convolved import ConvolvedBackbone
 
@@ -106,18 +103,3 @@ def test_sequences_that_have_ended_are_left_out():
     out = model.generate(**batch, num_assistant_tokens=2, **options)
     assert torch.equal(out.sequences, plain.sequences)
     assert len({len(row) for row in out.speculation.rows_accepted}) > 1
-
-
-@pytest.mark.by_day("1")
-def test_a_model_of_this_kind_may_have_any_drafter_and_be_an_assistant():
-    model, ids = family_model("inkling_text", 1, vocab_size=4).main, random_ids(3, 9) % 4
-    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=19, do_sample=False, pad_token_id=0)
-    plain = model.generate(ids, **options)
-    options |= dict(return_dict_in_generate=True)
-    drafter = NgramDrafter().attach(model)
-    out = model.generate(ids, assistant_model=drafter, **options)
-    assert torch.equal(out.sequences, plain)
-    assert len({tuple(row) for row in out.speculation.rows_accepted}) > 1
-    drafter = AssistantDrafter(copy.deepcopy(model), num_tokens=5).attach(model)
-    out = model.generate(ids, assistant_model=drafter, **options)
-    assert torch.equal(out.sequences, plain) and out.speculation.rows_accepted == [[5, 5, 5]] * 3

@@ -88,18 +88,6 @@ def test_drafters_go_on_with_all_sequences(kind):
     assert min(sizes) < 5
 
 
-def test_sampled_texts_are_those_of_a_batch_that_nobody_leaves():
-    model = backbone().double()
-    batch, common = batch_of()
-    drafter, sizes, common = NgramDrafter(longest=1).attach(model), sizes_of(model), common | dict(do_sample=True)
-    torch.manual_seed(0)
-    whole = model.generate(**batch, **common, assistant_model=drafter, return_dict_in_generate=True).sequences
-    assert set(sizes) == {8}  # somebody may look into the cache
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(**batch, **common, assistant_model=drafter), whole)
-    assert min(sizes) < 5
-
-
 def test_a_long_context_is_not_copied_for_a_few_tokens():
     """The four sequences that are left have at most five more tokens, and each pays for 64 columns."""
     for columns, leaves in [(8, True), (400, False)]:
@@ -157,12 +145,3 @@ def test_activated_adapters_decode_plainly():
     assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)
     with pytest.raises(ValueError, match="alora_offsets"):
         model.generate(**batch, **options, assistant_model=drafter, use_mtp=True)
-
-
-def test_hooks_of_layers_see_the_whole_batch():
-    model, (batch, options) = copy.deepcopy(backbone()), batch_of(4)
-    steering = torch.randn(4, 1, 32, generator=torch.Generator().manual_seed(1))
-    model.model.layers[0].register_forward_hook(lambda layer, args, output: output + steering)
-    plain = model.generate(**batch, **options)
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)

@@ -10,10 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaCo
 from tests.families import RECURRENT, family_config, random_ids, shake
 from tests.models import left_padded
 from tokenahead import NgramDrafter
-from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.backbone.replay import Replay
 from tokenahead.generation.backbone.target import is_recurrent
-from tokenahead.generation.contract import DraftTree
 
 
 def recurrent_model(name, **changes):
@@ -134,15 +132,6 @@ def test_drafters_of_any_kind_speculate_on_recurrent_backbones(caplog):
             assert max(set().union(*out.speculation.rows_accepted)) > 0
 
 
-def test_trees_are_refused_by_name():
-    model, tree = recurrent_model("qwen3_next"), DraftTree(torch.ones(1, 2, dtype=torch.long), torch.full((1, 2), -1))
-    cache = DynamicCache(config=model.config)
-    model(random_ids(1, 5), past_key_values=cache, use_cache=True)
-    target = target_of(model, cache, torch.zeros(1, dtype=torch.long), None, limit=8, span=3)
-    with pytest.raises(ValueError, match="Qwen3NextForCausalLM"):
-        target.forward(torch.ones(1, 3, dtype=torch.long), tree, None)
-
-
 @pytest.mark.core
 def test_mixers_that_begin_a_block_without_its_state_decode_plainly():
     """Jamba's do: a block behind a cache would be read as if nothing stood before it."""
@@ -158,17 +147,6 @@ def test_mixers_that_begin_a_block_without_its_state_decode_plainly():
     assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter), want)
     with pytest.raises(ValueError, match="JambaForCausalLM"):
         model.generate(prompt, max_new_tokens=12, assistant_model=drafter, use_mtp=True)
-
-
-def test_a_module_that_takes_no_cache_is_no_mixer():
-    model = recurrent_model("qwen3_next")
-    cache = DynamicCache(config=model.config)
-    model(random_ids(1, 3), past_key_values=cache, use_cache=True)
-    mixers = Replay(model.get_decoder(), cache).mixers
-    number, (mixer,) = next(iter(mixers.items()))
-    mixer.router = torch.nn.Linear(2, 2)
-    mixer.router.layer_idx = number
-    assert Replay(model.get_decoder(), cache).mixers == mixers
 
 
 def test_adapters_named_for_every_row_are_those_of_the_row_in_replay():

@@ -75,20 +75,6 @@ def test_the_longest_row_may_fill_the_buffer():
     assert tokens.ids[0, 251:271].tolist() == tokens.ids[1, 1:21].tolist() == list(range(20))
 
 
-def test_an_empty_write_changes_nothing():
-    tokens, rows = simulate(batch=3, cycles=4, widest=3, seed=2)
-    tokens.write(torch.empty(3, 0, dtype=torch.long))
-    assert_rows(tokens, rows)
-
-
-def test_the_prompt_is_not_touched():
-    prompt = torch.arange(6).view(2, 3)
-    before = prompt.clone()
-    tokens = Sequences(prompt)
-    tokens.write(torch.full((2, 4), 9))
-    assert torch.equal(prompt, before)
-
-
 def test_prefix_shows_every_row_at_one_length():
     tokens, rows = simulate(batch=4, cycles=5, widest=4, seed=3)
     short, long = min(tokens.lengths), max(tokens.lengths) + 2

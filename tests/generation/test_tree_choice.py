@@ -1,14 +1,9 @@
 """`draft_tree="auto"`: the tree with the most tokens per second, chosen once."""
 
-import copy
-import pickle
-import warnings
-
 import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tests.matrix.decoding import warnings_of
 from tokenahead import EagleHead, MTPHeads, Speculation
 from tokenahead.generation.trees import choice
 from tokenahead.generation.trees.choice import chain_options, fastest_tree
@@ -119,21 +114,6 @@ def test_trials_are_those_of_the_call_and_not_of_the_models_own_config(own, aske
     assert torch.equal(text, model.generate(prompt, **common | {"use_mtp": None}))
 
 
-def test_a_copy_chooses_its_own_tree():
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=3)
-    heads.tree_choices[False] = {"depth": 1, "top_k": 1, "total_tokens": 3}
-    assert copy.deepcopy(heads).tree_choices == {} == pickle.loads(pickle.dumps(heads)).tree_choices
-
-
-def test_paths_that_are_none_are_refused_as_they_were_given():
-    for tree in [[["a"]], [[0.5]], [[True]], ["0"], [], [[]], {"choices": "ab"}]:
-        model = backbone()
-        heads = MTPHeads.from_backbone(model, window=3)
-        with pytest.raises(ValueError, match="list of paths"):
-            model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=tree, max_new_tokens=3)
-
-
 @pytest.mark.by_day("True")
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_tree_is_chosen_once_and_then_decodes_as_if_it_had_been_given(do_sample):
@@ -192,21 +172,6 @@ def test_chosen_trees_are_lossless_in_ragged_batches():
     model = backbone("mistral")
     heads = train_heads(model, steps=20)
     assert len(check_greedy(model, heads, prompts(8), new=16, draft_tree="auto")) > 1
-
-
-@pytest.mark.by_day("True")
-@pytest.mark.parametrize("use_mtp", [None, True])
-def test_trials_warn_of_nothing(use_mtp):
-    model = backbone()
-    head, options = EagleHead.from_backbone(model, version=1), dict(do_sample=False, max_new_tokens=30, pad_token_id=0)
-    common = {} if use_mtp is None else {"use_mtp": use_mtp}
-    ids = prompts(1)[0][None]
-    with warnings_of("transformers") as messages, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=head, draft_tree="auto", **options | common
-        )
-    assert head.tree_choices and not messages
 
 
 def test_trials_draw_other_numbers_than_the_call(monkeypatch):

@@ -410,15 +410,6 @@ def test_chains_and_certain_trees_take_their_short_ways():
         assert torch.equal(walked.tokens, picked)
 
 
-def test_an_unknown_rule_is_refused():
-    draft, q, p = random_chain(torch.float32)
-    for tree in (DraftTree.chain(draft), DraftTree.chain(draft, q), DraftTree(draft, torch.full_like(draft, -1), q)):
-        with pytest.raises(ValueError, match="verification='coin'.*'token'.*'block'"):
-            verify_sampled(tree, p, "coin")
-    with pytest.raises(ValueError, match="verification='coin'"):
-        tree_acceptance(DraftTree.chain(draft, q), p, "coin")
-
-
 def test_verification_never_makes_the_host_wait():
     for counts, replacement in itertools.product([None, torch.tensor([5, 2])], [False, True]):
         tokens, parents = torch.tensor([[0, 1, 0, 1, 2], [2, 1, 0, 1, 2]]), torch.tensor([SHAPES["bushy"]] * 2)

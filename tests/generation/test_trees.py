@@ -183,20 +183,6 @@ def test_excluded_tokens_are_drafted_last():
     assert tree.parents.tolist() == [[-1, -1, 0, 0, 1, 1]] * 2
 
 
-def test_impossible_sizes_are_refused():
-    for (options, message), grow in itertools.product(
-        [
-            (dict(depth=-1, top_k=2, total_tokens=5), "depth=-1.*0"),
-            (dict(depth=2, top_k=0, total_tokens=5), "top_k=.*0.*1"),
-            (dict(depth=2, top_k=2, total_tokens=1), "total_tokens=.*1.*2"),
-            (dict(depth=2, top_k=2.5, total_tokens=9), "top_k=.*2.5"),
-        ],
-        [dynamic_tree, drawn_tree],
-    ):
-        with pytest.raises(ValueError, match=message):
-            grow(torch.zeros(1, 4), None, **options)
-
-
 @pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("warp", WARPS)
@@ -324,12 +310,6 @@ def test_choices_from_accuracies_are_those_of_the_official_code():
         (0, 1),
         (1, 1),
     ]
-
-
-def test_paths_without_parents_or_given_twice_are_refused():
-    for choices in [[(0,), (1, 0)], [(0,), (0,)], [(0,), (-1,)]]:
-        with pytest.raises(ValueError, match="must be there once"):
-            static_tree(choices)
 
 
 def test_ranked_trees_hold_the_tokens_of_their_ranks():

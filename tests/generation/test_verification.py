@@ -326,12 +326,6 @@ def test_block_keeps_a_prefix_exactly_with_its_probability():
             assert torch.equal(found[~near], kept.amax(1)[~near]) and near.double().mean() < 0.9
 
 
-def test_verify_refuses_an_unknown_rule():
-    _, draft, q, p = draws(world("random", 2, 0), 2)
-    with pytest.raises(ValueError, match="verification='coin'.*'token'.*'block'"):
-        verify(draft, q, p, "coin")
-
-
 WEIGHTS = st.sampled_from([0.0, 0.0, 1e-300, 1e-30, 1e-9, 0.3, 1.0, 1.0])
 """With 0 twice as often, and numbers that are nothing, or everything, in float32."""
 

@@ -230,20 +230,6 @@ def test_a_runner_of_another_version_is_refused(runner_class):
         listen()
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("cp", {"count": 4}, "num_speculative_tokens=.*4.*1.*3"),
-        ("cp", {"options": {}}, "additional_config.*'tokenahead_heads'"),
-        ("cp", {"options": {"tokenahead_heads": "nowhere"}}, "'nowhere'"),
-    ],
-)
-def test_what_the_configuration_cannot_mean(kind, changes, reason, runner_class, tmp_path):
-    base, _ = saved(kind, tmp_path)
-    with pytest.raises(ValueError, match=reason):
-        HeadProposer(configuration(base, tmp_path, **changes))
-
-
 def test_heads_that_do_not_fit(runner_class, tmp_path):
     base, _ = saved("ff full", tmp_path)
     with pytest.raises(ValueError, match="vocab_size.*5.*80"):

@@ -221,18 +221,6 @@ def test_bad_input_to_generate():
             tiny("one_hot").generate(torch.tensor([[1, 2]]), **({"do_sample": True, "max_new_tokens": 3} | options))
 
 
-def test_bad_input_to_forward_and_config():
-    model = tiny("one_hot")
-    with pytest.raises(ValueError, match="uniforms.*0.*1"):
-        model(torch.tensor([[1, 2]]), uniforms=torch.tensor([[1.0]]))
-    with pytest.raises(ValueError, match="torch.bfloat16"):
-        model(torch.tensor([[1, 2]]), uniforms=torch.zeros(1, 1, dtype=torch.bfloat16))
-    sliding = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=7))
-    sliding.config.sliding_window = 4
-    with pytest.raises(ValueError, match="sliding_window=4"):
-        PTPForCausalLM.from_backbone(sliding)
-
-
 def test_another_distribution_than_was_learned_is_warned_of(monkeypatch):
     said = []
     monkeypatch.setattr(parallel_drafter.logger, "warning_once", said.append)

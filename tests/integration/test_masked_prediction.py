@@ -77,11 +77,3 @@ def test_sampled_text_has_the_distribution_of_the_backbone(rule, budget):
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
     assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
-
-
-def test_the_same_uniforms_pick_the_same_tokens():
-    model, uniforms = masked(), torch.rand(4, 18, generator=torch.Generator().manual_seed(3))
-    how = {"do_sample": True, "top_k": 0, "verification": "coupled", "uniforms": uniforms}
-    want = write(model, use_mtp=False, **how).sequences
-    for budget in BUDGETS:
-        assert torch.equal(write(model, slot_budget=budget, **how).sequences, want)

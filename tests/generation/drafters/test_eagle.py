@@ -1,14 +1,11 @@
 """Drafts of EAGLE heads in the loop: lossless with any draft, and made from true features alone."""
 
-import itertools
-
 import pytest
 import torch
 
 from tests.eagle_models import tiny_backbone
 from tests.models import left_padded
 from tokenahead import EagleHead
-from tokenahead.generation.trees.growth import tree_options
 from tokenahead.modeling.eagle.session import EagleSession
 
 GREEDY = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
@@ -137,9 +134,3 @@ def test_trees_are_checked_at_the_door():
         head = EagleHead.from_backbone(tiny_backbone())
         with pytest.raises(ValueError, match=message):
             head.backbone.generate(torch.tensor([[3, 4]]), assistant_model=head, draft_tree=given, max_new_tokens=3)
-
-
-def test_a_tree_is_completed():
-    assert tree_options({"depth": 3}) == ({"depth": 3, "top_k": 10, "total_tokens": 60}, 4)
-    for count in itertools.islice(itertools.count(1), 3):
-        assert tree_options([[0] * length for length in range(1, count + 1)])[1] == count

@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.backbones import backbone, code, code_prompts, learn
-from tests.models import left_padded, tiny_model
+from tests.models import left_padded
 from tokenahead import AssistantDrafter
 
 
@@ -54,8 +54,3 @@ def test_layers_that_are_not_there():
     for layers in [0, 2, True, 1.5]:
         with pytest.raises(ValueError, match="layers="):
             AssistantDrafter.from_backbone(backbone("llama"), layers=layers)
-
-
-def test_a_model_with_its_own_cache_is_refused():
-    with pytest.raises(ValueError, match="EvaByteForMTPC"):
-        AssistantDrafter.from_backbone(tiny_model(), layers=1)

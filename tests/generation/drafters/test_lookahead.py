@@ -118,17 +118,3 @@ def test_a_table_lasts_until_it_is_forgotten():
     assert drafter.table.equal(known)
     drafter.forget()
     assert drafter.table.equal(drafter.first_entry(40).expand_as(drafter.table)) and drafter.table.data_ptr() == address
-
-
-def test_values_out_of_range_are_refused():
-    for options in [{"window": 0}, {"ngram_size": 1}, {"candidates": 2.0}]:
-        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*at least"):
-            LookaheadDrafter(**options)
-
-
-def test_trees_of_other_shapes_are_refused():
-    for tree in ["auto", {"top_k": 2}, [(0,)]]:
-        model = backbone()
-        drafter = LookaheadDrafter().attach(model)
-        with pytest.raises(ValueError, match=r"draft_tree=.*window, ngram_size and candidates"):
-            model.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, draft_tree=tree, max_new_tokens=4)

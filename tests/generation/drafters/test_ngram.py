@@ -82,22 +82,11 @@ def test_trees_hold_the_best_places_once():
                 assert tuple(continuation(text, place)) in ways
 
 
-def test_nothing_is_drafted_where_nothing_is_asked():
-    options = SimpleNamespace(num_tokens=LENGTH, schedule="constant", masks=lambda tokens, is_warped: None)
-    assert NgramSession(options, LONGEST, 2).propose(rows_of([[1, 2, 1]]), 0).tokens.shape == (1, 0)
-
-
 def test_an_n_gram_may_be_longer_than_every_text():
     model, prompt = backbone(), torch.tensor([[5, 6, 7, 5, 6], [9, 9, 9, 9, 9]])
     options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0)
     drafter = NgramDrafter(longest=1000).attach(model)
     assert model.generate(prompt, assistant_model=drafter, **options).equal(model.generate(prompt, **options))
-
-
-def test_values_below_one_are_refused():
-    for options in [{"longest": 0}, {"num_tokens": -1}, {"branches": 2.5}]:
-        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*at least 1"):
-            NgramDrafter(**options)
 
 
 @pytest.mark.core

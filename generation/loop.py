@@ -43,6 +43,11 @@ REGION_OBSERVER: Observer | None = None
 needs the host."""
 
 
+def region_observer() -> Observer | None:
+    """Return `REGION_OBSERVER` as it is now."""
+    return REGION_OBSERVER
+
+
 class SpeculativeLoop:
     """One call of `generate` after its prompt.
 

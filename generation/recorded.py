@@ -12,7 +12,6 @@ from typing import ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from . import loop
 from .backbone.static import StaticBackbone
 from .backbone.target import Target
 from .call.outputs import GenerateSpeculativeOutput, Graphs
@@ -20,6 +19,7 @@ from .call.sequences import FixedSequences, NewTokens
 from .contract import DraftTree, PrefillOutput
 from .graphs import Recorder, fingerprint, held_draft, obstacle_to_whole
 from .guarded import GuardedLoop
+from .loop import region_observer
 from .plan import SpeculationPlan
 from .stateful import StatefulLoop
 from .verification.cycles import Cycle
@@ -88,7 +88,7 @@ class RecordedLoop(StaticLoop):
         return self.session is self.plan.session
 
     def _length(self) -> int:
-        is_recorded = self.recorder is not None or loop.REGION_OBSERVER is not None
+        is_recorded = self.recorder is not None or region_observer() is not None
         most = self.plan.session.num_tokens
         self.is_constant = is_recorded and self.results.positions_left() >= most
         if not self.is_constant:
@@ -130,7 +130,7 @@ class RecordedLoop(StaticLoop):
         return is_alike and self.results.tokens_left() > self.session.num_tokens + 1
 
     def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if loop.REGION_OBSERVER is None and self.recorder is not None and self.is_constant and self._drafts():
+        if region_observer() is None and self.recorder is not None and self.is_constant and self._drafts():
             return self.recorder(name, function, *args, **kwargs)
         return super()._region(name, function, *args, **kwargs)
 

@@ -109,7 +109,7 @@ class PTPForCausalLM(
         own = {name for name, part in parts.items() if part is not None}
         self._keep_in_fp32_modules_strict = {"lora_A", "lora_B", *own}  # bfloat16 would round their steps away
         head = self.backbone.get_output_embeddings()
-        from .gated_lora import gate_linears  # with peft
+        from .gated_linear import gate_linears  # with peft
 
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()

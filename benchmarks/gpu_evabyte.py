@@ -73,8 +73,8 @@ def timed(device: torch.device, session: Any) -> Iterator[dict[str, list[float]]
 
     kept = [(SpeculativeLoop, "_verified"), (SpeculativeLoop, "_cycle"), (RecordedLoop, "_cycle")]
     functions = [vars(kind)[name] for kind, name in kept]
-    for (kind, name), function in zip(kept, functions):
-        setattr(kind, name, waiting({"_cycle": "cycle", "_verified": "verify"}[name], function))
+    for (kind, name), function, said in zip(kept, functions, ("verify", "cycle", "cycle")):
+        setattr(kind, name, waiting(said, function))
     propose = session.propose
     session.propose = waiting("draft", propose)
     try:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,9 +95,9 @@ class SpeculativeLoop:
             self.target.abandon()
             raise
 
-    def _first(self, outputs: PrefillOutput) -> None:
+    def _first(self, outputs: Any) -> None:
         """Take the token after the prompt, one per sequence."""
-        logits = untyped(outputs).logits[:, -1:].to(self.plan.prompt.device, torch.float32)  # [B, 1, V]
+        logits = outputs.logits[:, -1:].to(self.plan.prompt.device, torch.float32)  # [B, 1, V]
         scores = self._scores(logits, self.empty, is_prefill=True)
         states = TargetOutput(logits, outputs.hidden_states)
         cycle = Cycle(self.empty, self.empty, states, scores, self._picked(scores))

@@ -8,7 +8,7 @@ all sequences turn out to have ended, it does nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -64,7 +64,8 @@ class RecordedLoop(StaticLoop):
 
     def _first(self, outputs: PrefillOutput) -> None:
         super()._first(outputs)
-        plan, target, results = self.plan, cast(StaticBackbone, self.target), self.results
+        plan, target, results = self.plan, self.target, self.results
+        assert isinstance(target, StaticBackbone)  # as `loop_of` sees to
         room, hold = target.layout.capacity - results.unwritten, target.held
         results.tokens = self.fixed = FixedSequences(results.tokens, room, hold)
         results.stopping.hold(hold, self.fixed.ids.device)

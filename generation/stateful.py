@@ -8,13 +8,10 @@ drafted comes too seldom. In plain decoding, sequences that are further on wait 
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from .backbone.target import Target
-from .call.state import StateWatch
 from .contract import DraftTree, TargetOutput
 from .guarded import GuardedLoop
 from .plan import SpeculationPlan, decode_plainly
@@ -34,7 +31,8 @@ class StatefulLoop(GuardedLoop):
 
     def __init__(self, plan: SpeculationPlan, target: Target) -> None:
         super().__init__(plan, target)
-        self.watch = cast(StateWatch, plan.watch)
+        assert plan.watch is not None  # as `loop_of` sees to
+        self.watch = plan.watch
 
     def _length(self) -> int:
         return 0 if self.is_trial else super()._length()

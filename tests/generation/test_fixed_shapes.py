@@ -154,7 +154,7 @@ def test_later_calls_record_and_allocate_nothing(model, fake):
     drafter.detach()
 
 
-@pytest.mark.nightly
+@pytest.mark.by_day("FakeGraph")
 def test_what_an_earlier_recording_fixed_is_recorded_anew(model, fake):
     drafter, options = train_heads(model), SAMPLED | dict(eos_token_id=None, cache_implementation="static")
     made = []

@@ -71,7 +71,7 @@ def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypa
     assert ends == wanted and 1 in ends and max(ends) > 1
 
 
-@pytest.mark.by_day("ff")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["ff", "hmm"])
 def test_a_sampled_text_follows_the_target(name):
     target = evabyte(name, vocab_size=5, window_size=8, pad_token_id=None, initializer_range=0.3)

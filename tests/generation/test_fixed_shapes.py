@@ -17,6 +17,7 @@ from tokenahead.generation import loop as loop_module
 from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.tensors import buffers as buffers_module
+from tokenahead.generation.tensors.buffers import Buffers
 from tokenahead.generation.tensors.masks import cached_arange
 from tokenahead.generation.verification.cycles import Cycle
 from tokenahead.modeling.heads.attached import HeadSession
@@ -154,7 +155,7 @@ def test_later_calls_record_and_allocate_nothing(model, fake):
     drafter.detach()
 
 
-@pytest.mark.nightly
+@pytest.mark.by_day("FakeGraph")
 def test_what_an_earlier_recording_fixed_is_recorded_anew(model, fake):
     drafter, options = train_heads(model), SAMPLED | dict(eos_token_id=None, cache_implementation="static")
     made = []
@@ -400,3 +401,13 @@ def test_the_host_reads_a_cycle_while_the_next_one_runs(model, monkeypatch):
         assert names[:6] == ["read", "cycle", "cycle", "read", "cycle", "read"]
         assert cycles - reads + 1 == (eos is not None)  # who ends by its length leaves nothing unread
     drafter.detach()
+
+
+def test_a_buffer_that_is_replaced_takes_what_was_recorded_along():
+    buffers, graph = Buffers(), object()
+    buffers.hold("ids", torch.zeros(2))
+    buffers.graphs["cycle"] = graph
+    buffers.hold("ids", torch.ones(2))
+    assert buffers.graphs == {"cycle": graph}
+    buffers.hold("ids", torch.zeros(3))
+    assert not buffers.graphs

@@ -210,7 +210,7 @@ GREEDY = [{}, {"repetition_penalty": 1.1}]
 SAMPLED = [{"do_sample": True}, {"do_sample": True, "top_k": 3}]
 
 
-@pytest.mark.by_day(each=2)
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("options", GREEDY + SAMPLED, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["n-grams", "EAGLE-1", "student, one_hot"])

@@ -175,7 +175,7 @@ def check_emitted(p, tree, mass, length):
     assert (completed(p, ours, length) - completed(p, theirs, length)).abs().max() < 1e-12
 
 
-@pytest.mark.by_day(each=1)
+@pytest.mark.by_day("ff-function", "hmm-host", "hydra++-table", "eagle-mask", "module-table", "assistant-host")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [*KINDS, "eagle", "module", "assistant"])
 def test_chains(kind, way, monkeypatch):

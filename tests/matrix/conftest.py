@@ -14,11 +14,11 @@ MECHANISMS = {
     "cascade-qwen3",
     "assistant-llama",
 }
-ALL = {"test_greedy", "test_sampled", "test_rows_draft_what_they_draft_alone"}
+ALL = {"test_greedy", "test_rows_draft_what_they_draft_alone"}
 """Habits of every entry by day."""
 FEW = {
     "test_what_decodes_plainly", "test_in_pipeline", "test_streamers", "test_own_criteria", "test_chunked_prefill",
-    "test_several_sequences", *vars(LifeCycleConformance),
+    "test_several_sequences", "test_token_rule", "test_hidden_states", *vars(LifeCycleConformance),
 }  # fmt: skip
 """Habits that meet the loop or the model alone: of three entries by day, a head, an assistant and a model."""
 

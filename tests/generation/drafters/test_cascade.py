@@ -84,6 +84,11 @@ def test_a_look_up_that_expects_too_much_is_asked_less():
             place += accepted + 1
         share = sum(asked) / len(drafts)
         assert share == 1.0 if is_right else 0.0 < share < 0.5
+    (greedy,), (drawn,) = cascade.calibrations
+    before = greedy.accepted, greedy.expected
+    assert not drawn.expected
+    model.generate(ids, assistant_model=cascade, **options | {"do_sample": True})
+    assert drawn.expected and (greedy.accepted, greedy.expected) == before
 
 
 class Meddles(AttachableDrafter):

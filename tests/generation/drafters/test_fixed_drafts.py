@@ -160,7 +160,6 @@ def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling
 
 @pytest.mark.by_day(
     "sampled-EAGLE-3 ranked",
-    "sampled-modules, grown",
     "greedy-P-EAGLE",
     "sampled-context",
     "greedy-lookahead",

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from tests.every_model import llama
 from tests.ptp_models import student
@@ -84,6 +85,13 @@ def test_huge_trees_change_nothing(base, kind, do_sample):
                 assert "draft_tree" in str(error)
                 continue
             assert do_sample or torch.equal(out, wanted)
+
+
+def test_a_generation_config_is_cut_too(base):
+    config = GenerationConfig(max_new_tokens=12, num_assistant_tokens=10**9, pad_token_id=0)
+    with detaching(NgramDrafter().attach(base)) as drafter:
+        out = base.generate(PROMPT, generation_config=config, assistant_model=drafter)
+    assert torch.equal(out, base.generate(PROMPT, max_new_tokens=12))
 
 
 def test_the_loop_of_transformers_is_bounded_too(base):

@@ -332,9 +332,6 @@ class NoDrafts(DraftSession):
         """Return no draft."""
         return self.empty
 
-    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Do nothing."""
-
 
 class Recorder(Protocol):
     """Records what the calls with a drafter verify."""

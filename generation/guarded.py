@@ -60,8 +60,7 @@ class GuardedLoop(SpeculativeLoop):
         are_scores = cycle.has_finite_scores()
         if are_scores and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
             self.verifier.takes_infinity = True  # processors made it, and plain decoding goes on from it
-            cycle = self._on_host(self._written(cycle))
-            return self._sound(cycle)
+            return self._sound(self._on_host(self._written(cycle)))
         if are_scores or cycle.fed.is_empty:
             raise cycle.refusal(self.plan.call.backbone, self.processing)
         self._end_drafts(warns=False)

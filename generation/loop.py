@@ -183,14 +183,18 @@ class SpeculativeLoop:
 
     def _settled(self, cycle: Cycle) -> tuple[Cycle, list[int]]:
         """Count the new tokens, and move on from them; return what `_cycle` does."""
-        before = self.results.done
-        new = self.results.take(cycle, self._accepted(cycle))
-        accepted = [count for count, done in zip(cycle.accepted, before) if not done]
+        new, accepted = self._taken(cycle)
         # the last token that a sequence keeps is a draft; where none is cut `first` would change nothing
         if self.results.stopping.holds and sum(new.counts) < sum(accepted) + len(accepted):
             cycle.result = cycle.result.first(new.on_device)
         self._move_on(cycle, new)
         return cycle, accepted
+
+    def _taken(self, cycle: Cycle) -> tuple[NewTokens, list[int]]:
+        """Count the new tokens, and return them, and the accepted drafts of the open sequences."""
+        before = self.results.done
+        new = self.results.take(cycle, self._accepted(cycle))
+        return new, [count for count, done in zip(cycle.accepted, before) if not done]
 
     def _accepted(self, cycle: Cycle) -> list[int]:
         """Return the accepted drafts per sequence; -1: it gets not even a token."""

@@ -114,9 +114,7 @@ class RecordedLoop(StaticLoop):
             if cycle.faults and self.ahead is not None:  # it left no trace, so that the next one did its work
                 cycle, self.ahead = self._on_host(self.ahead), None
             if not cycle.faults:
-                before = self.results.done
-                self.results.take(cycle, cycle.accepted)
-                return cycle, [count for count, done in zip(cycle.accepted, before) if not done]
+                return cycle, self._taken(cycle)[1]
         else:
             cycle = self._on_host(self._verified(*self._region("forward", self._read, length, drafted)))
         return self._settled(self._sound(cycle))

@@ -28,7 +28,7 @@ from ...generation.contract import (
     VerificationResult,
     each_state,
 )
-from ...generation.tensors.masks import cached_arange, cached_range, model_mask, to_device
+from ...generation.tensors.masks import cached_arange, model_mask, to_device
 from ...generation.trees.building import of_real
 from ...generation.trees.growth import grow
 from ..heads.attached import HeadSession, WindowGrowth
@@ -102,8 +102,7 @@ class BlockSession(HeadSession):
     def _extend(self, context: Tensor) -> None:
         """Write a context [B, C, d] to the cache, from the layout's block on."""
         layout = self.layout
-        columns = cached_range(layout.block_offset, context.shape[1], layout.ends.device)
-        positions = (layout.counts[:, None] + columns).clamp(min=0)  # [B, C]
+        positions = layout.positions(context.shape[1])  # [B, C]
         layout.begin(context.shape[1])
         self.drafter.extend(context, to_device(positions, context.device), self.cache, self.joint)
 

@@ -43,7 +43,7 @@ from ...generation.contract import (
     taken,
 )
 from ...generation.drafter import DRAFTERS
-from ...generation.tensors.masks import cached_arange, cached_range, to_device
+from ...generation.tensors.masks import cached_arange, to_device
 from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import check_whole
@@ -248,8 +248,7 @@ class AttendingHeadSession(HeadSession):
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
         """Return features [B, T, F] of new columns."""
         layout, config = self.layout, self.options.backbone.config.get_text_config()
-        positions = (layout.counts[:, None] + cached_range(layout.block_offset, size, layout.ends.device)).clamp(min=0)
-        return self.read(states, block_mask(layout, size, config), positions, self.cache)
+        return self.read(states, block_mask(layout, size, config), layout.positions(size), self.cache)
 
 
 class DraftLayersSession(HeadSession):

@@ -84,6 +84,7 @@ def test_dropping_the_last_batch_keeps_a_multiple():
     assert len(batches) == 8 and all(len(batch) == 2 for batch in batches)
 
 
+@pytest.mark.by_day("budget-random", "budget-group_by_length", "rows-sequential")
 @pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
 @pytest.mark.parametrize("size", [8, 4], ids=["budget", "rows"])
 def test_log_normal_rows_compute_no_padding(size, strategy, tmp_path):
@@ -99,6 +100,7 @@ def test_log_normal_rows_compute_no_padding(size, strategy, tmp_path):
         assert min(token_counts(batch)[1] for batch in batches[:-1]) > 0
 
 
+@pytest.mark.by_day("lfm2")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path, caplog):
     rows = [row | {"labels": row["input_ids"]} for row in rows_of(log_normal_lengths(200))]
@@ -112,6 +114,7 @@ def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path,
     trainer.train()
 
 
+@pytest.mark.by_day("evabyte", "heads", "modules", "eagle")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_drafter_has_an_obstacle_to_joining(name):
     torch.manual_seed(0)
@@ -161,6 +164,9 @@ def test_a_budget_below_the_longest_row_names_it(tmp_path):
         MTPTrainer(heads, TrainingArguments(str(tmp_path), report_to="none"), train_dataset=rows, tokens_per_batch=29)
 
 
+@pytest.mark.by_day(
+    "options0--1-tokens_per_batch=-1", "options2-64-per_device_train_batch_size=4", "options4-64-batch_rebalance"
+)
 @pytest.mark.parametrize(
     "options, budget, match",
     [

@@ -61,6 +61,7 @@ def with_column(name, values, rows=IDS):
     return [{"input_ids": ids, name: values} for ids in rows]
 
 
+@pytest.mark.by_day("rows-False", "a dataset-True")
 @pytest.mark.parametrize("removes", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_are_labels_in_training_and_evaluation(kind, removes, tmp_path):
@@ -94,6 +95,7 @@ def test_masks_of_packed_rows_are_labels(tmp_path):
     assert loss_of(Dataset.from_list(rows), tmp_path) == pytest.approx(want, abs=1e-4)
 
 
+@pytest.mark.by_day("a dataset")
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_is_never_learned(kind, tmp_path):
     want = loss_of(CUT, tmp_path)
@@ -103,6 +105,7 @@ def test_padding_is_never_learned(kind, tmp_path):
         assert loss_of(KINDS[kind](rows), tmp_path, data_collator=collator) == pytest.approx(want, abs=1e-4)
 
 
+@pytest.mark.by_day("rows-response_mask", "a dataset-images", "a stream-system")
 @pytest.mark.parametrize("column", UNKNOWN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_columns_are_refused_by_name(kind, column, tmp_path):
@@ -114,6 +117,7 @@ def test_other_columns_are_refused_by_name(kind, column, tmp_path):
             loss_of(LABELLED, tmp_path, eval_rows=rows)
 
 
+@pytest.mark.by_day("rows")
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_are_ignored_on_request(kind, tmp_path):
     rows = KINDS[kind]([row | {"response_mask": [1] * 10} for row in LABELLED])
@@ -171,6 +175,7 @@ def test_a_collator_of_others_makes_labels_of_its_masks(tmp_path):
 SFT = dict(trainer=MTPSFTTrainer, config=SFTConfig)
 
 
+@pytest.mark.by_day("True-a dataset")
 @pytest.mark.parametrize("kind", ["a dataset", "a stream"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_trainers_of_trl_read_masks_and_padding(kind, packing, tmp_path):
@@ -185,6 +190,7 @@ def test_trainers_of_trl_read_masks_and_padding(kind, packing, tmp_path):
     assert loss_of(make(rows), tmp_path, **options) == pytest.approx(want, abs=1e-4)
 
 
+@pytest.mark.by_day("images", "weights")
 @pytest.mark.parametrize("column", [*UNKNOWN, "position_ids", "seq_lengths"])
 def test_trainers_of_trl_refuse_what_they_do_not_read(column, tmp_path):
     values = UNKNOWN.get(column, [[*range(10)]] * 4)

@@ -28,6 +28,7 @@ def rows_with(value: int, name: str, size: int = 320):
     return rows
 
 
+@pytest.mark.by_day("labels--7", "input_ids-5000")
 @pytest.mark.parametrize(("name", "value"), [("labels", 320), ("labels", -7), ("input_ids", 5000)])
 def test_ids_outside_the_vocabulary_are_named(name, value, tmp_path):
     model = small_model()
@@ -102,6 +103,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.by_day("another head", "another student")
 @pytest.mark.core_cases("another head")
 @pytest.mark.parametrize(("earlier", "now", "message"), PAIRS.values(), ids=PAIRS)
 def test_a_checkpoint_of_another_model_is_refused(earlier, now, message, tmp_path):
@@ -119,6 +121,11 @@ def test_a_checkpoint_of_another_model_is_refused(earlier, now, message, tmp_pat
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.by_day(
+    "options0-loss_type=.*'dft'-<lambda>0",
+    "options1-packing_strategy=.*'wrapped'-<lambda>1",
+    "options2-packing_strategy=.*'wrapped'-<lambda>0",
+)
 @pytest.mark.parametrize("make", [lambda: (MTPSFTTrainer, small_model()), lambda: (PTPSFTTrainer, student())])
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -168,6 +168,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.by_day("another prompt", "another count", "no ids", "several models", "a refusal")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_server_that_cannot_be_used_is_not_asked_for_all_rows(case, tmp_path):
     given, options, match = REFUSED[case]
@@ -235,6 +236,7 @@ WRONG_IDS = {
 }
 
 
+@pytest.mark.by_day("7-negative", "0-far outside", "0-too many", "7-a boolean", "0-no list")
 @pytest.mark.parametrize("case", WRONG_IDS)
 @pytest.mark.parametrize("row", [0, 7])
 def test_a_row_of_wrong_ids_is_named_and_loses_no_other(case, row, tmp_path):
@@ -262,6 +264,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.by_day("0-no choices", "7-no reason", "0-a usage that is none")
 @pytest.mark.parametrize("case", UNUSABLE)
 @pytest.mark.parametrize("row", [0, 7])
 def test_a_row_without_a_usable_answer_loses_no_other(case, row, tmp_path):
@@ -298,12 +301,14 @@ NO_MODELS = {
 }
 
 
+@pytest.mark.by_day("a list", "data is a text", "names alone", "numbers")
 @pytest.mark.parametrize("case", NO_MODELS)
 def test_a_list_of_models_that_is_none_is_refused(case):
     with serving(models=NO_MODELS[case]) as (_, url), pytest.raises(EndpointError, match="models"):
         endpoint(url).served_model()
 
 
+@pytest.mark.by_day("asked1-60", "7-7", "-1-1")
 @pytest.mark.parametrize(
     ("asked", "most"), [("9" * 9, 60), ("9" * 400, 60), ("7", 7), ("-1", 1), ("soon", 1), ("\xb2", 1)]
 )
@@ -337,6 +342,7 @@ def drips_later(handler):
     drips(handler)
 
 
+@pytest.mark.by_day("drips_later")
 @pytest.mark.parametrize("drip", [drips, drips_later])
 def test_an_answer_that_comes_byte_by_byte_ends(drip):
     with serving(instead=drip) as (_, url), pytest.raises(EndpointError, match="2 tries: TimeoutError"):
@@ -356,6 +362,7 @@ def test_an_answer_without_end_is_not_read_whole():
     assert len(server.asked) < 100
 
 
+@pytest.mark.by_day("gzip", "br")
 @pytest.mark.parametrize("coding", ["gzip", "br", "gzip, gzip"])
 def test_a_compressed_answer_is_bounded_by_what_it_holds(coding):
     bomb = gzip.compress(b" " * (1 << 26))
@@ -389,6 +396,7 @@ def test_a_redirection_is_refused_and_not_followed():
     assert not away.asked
 
 
+@pytest.mark.by_day("text0", "null", '{"choices": {}}')
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "null", "[]", '"x"', "9" * 5000, '{"choices": {}}', '{"choices": [3]}']
 )

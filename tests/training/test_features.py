@@ -64,6 +64,7 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.by_day("lk over half", "eagle 3", "block")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, tmp_path, monkeypatch):
     data, found = rows(), []
@@ -148,6 +149,7 @@ features.cache_features(DRAFTERS["cp"](), rows(), sys.argv[1], tokens_per_shard=
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_writer_goes_on_with_the_next_part(tmp_path):
     folder = tmp_path / "killed"
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder)]

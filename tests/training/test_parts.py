@@ -120,6 +120,19 @@ DAMAGES = {
 }
 
 
+@pytest.mark.by_day(
+    "states-byte -50-in the middle",
+    "states-cut-at the end",
+    "states-empty-in the middle",
+    "states-no checksums-in the middle",
+    "states-other values-in the middle",
+    "states-other rows-at the end",
+    "states-other types-in the middle",
+    "answers-byte 9-in the middle",
+    "answers-longer-at the end",
+    "answers-a page-in the middle",
+    "answers-gone-in the middle",
+)
 @pytest.mark.parametrize("which", [1, -1], ids=["in the middle", "at the end"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_part_is_named_and_written_again(damage, which, damaged):
@@ -172,6 +185,7 @@ FACTS = {
 }
 
 
+@pytest.mark.by_day("states-a byte", "states-a list", "answers-empty", "answers-no text", "states-another file")
 @pytest.mark.parametrize("damage", FACTS)
 def test_damaged_facts_are_named_and_written_again_when_they_are_removed(damage, damaged):
     path = damaged.folder / damaged.facts
@@ -221,6 +235,7 @@ def test_checksums_are_read_when_a_part_is_first_opened(tmp_path, monkeypatch):
     assert read.count("cached_states") == len(part_files(tmp_path))
 
 
+@pytest.mark.by_day("states-0o77", "answers-0o22")
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
 @pytest.mark.parametrize("kind", KINDS)
 def test_modes_follow_the_umask(kind, mask, tmp_path):
@@ -328,6 +343,7 @@ def owners(folder):
     return found
 
 
+@pytest.mark.by_day("answers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_write_the_rows_of_one_each_its_share_and_wait_for_the_slowest(kind, tmp_path):
     want = kept(KINDS[kind].write(tmp_path / "one"))

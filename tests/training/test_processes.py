@@ -65,6 +65,7 @@ def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", process_client.MAKERS)
 def test_two_processes_do_what_one_does(name, two, alone):
     """The held-out rows are no multiple of what both take at once: none counts twice in losses and acceptance."""
@@ -78,6 +79,7 @@ def test_two_processes_do_what_one_does(name, two, alone):
     _same(load_file(two[PLAIN[name]] / f"{name}.safetensors"), weights)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_do_what_one_process_does(name, two, alone):
     """Two steps, a sharded checkpoint, a third step after resuming from it; the directory at the end is whole."""

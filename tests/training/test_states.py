@@ -111,6 +111,7 @@ def close(found, expected):
     assert all(torch.allclose(found[name].float(), expected[name].float(), atol=1e-5) for name in expected)
 
 
+@pytest.mark.by_day("eagle3")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_server_gives_the_rows_of_the_backbone_and_of_the_disk(name, tmp_path):
     drafter = DRAFTERS[name](llama(num_hidden_layers=4))
@@ -169,6 +170,7 @@ def infinite(tensors):
     tensors["hidden_states"][0, 0, 0] = torch.nan
 
 
+@pytest.mark.by_day("other_tokens", "turned", "infinite", "wider_than_asked")
 @pytest.mark.parametrize("change", [other_tokens, narrow, turned, infinite, whole_numbers, unnamed, wider_than_asked])
 def test_other_states_are_refused(change, tmp_path):
     drafter = DRAFTERS["eagle3"](llama(num_hidden_layers=4))
@@ -207,6 +209,7 @@ def planted(path, kind, states):
         path.symlink_to(elsewhere)
 
 
+@pytest.mark.by_day("file-pipe", "lock-link")
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
 @pytest.mark.parametrize("lock", [False, True], ids=["file", "lock"])
 def test_what_is_no_plain_file_is_refused_and_stays(kind, lock, tmp_path, monkeypatch):
@@ -231,6 +234,7 @@ def test_what_is_no_plain_file_is_refused_and_stays(kind, lock, tmp_path, monkey
 NAMES = ["", "/", ".", "..", "/a/..", "a\0b.safetensors", 3, ["x"], None]
 
 
+@pytest.mark.by_day("''", "'/a/..'", "3")
 @pytest.mark.parametrize("name", NAMES, ids=map(repr, NAMES))
 def test_names_that_are_none_are_refused(name, tmp_path, monkeypatch):
     drafter = DRAFTERS["heads"](llama())
@@ -255,6 +259,7 @@ def test_a_path_elsewhere_is_a_name_in_the_folder(tmp_path, monkeypatch):
     assert (tmp_path / "mine.safetensors").read_text() == "mine"
 
 
+@pytest.mark.by_day("folder-None", "wait-nan")
 @pytest.mark.parametrize(
     ("name", "value"), [("folder", None), ("folder", ""), ("wait", float("nan")), ("wait", -1), ("wait", "10")]
 )

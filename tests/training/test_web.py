@@ -74,6 +74,7 @@ def test_what_the_model_writes_is_text(llama):
     assert "HighlightedText" in kinds and not {"HTML", "Markdown"} & kinds
 
 
+@pytest.mark.by_day("0.0-own", "1.0-author", "1.0-heads")
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["author", "own", "heads"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -172,6 +173,9 @@ def check_guard(url):
     assert len(sent) < 1 << 9
 
 
+@pytest.mark.by_day(
+    "127.0.0.1:7860-200", "[::1]:80-200", "LocalHost-200", "me.lan:1-200", "evil.example:80-421", "[evil-421", "-421"
+)
 @pytest.mark.parametrize(
     ("host", "status"),
     [("127.0.0.1", 200), ("127.0.0.1:7860", 200), ("[::1]:80", 200), ("LocalHost", 200), ("me.lan:1", 200),

@@ -141,6 +141,7 @@ def test_prompts_of_a_file_take_the_place_of_the_requests(llama: tuple[str, str]
     assert measured.dataset_description == "Prompts of letters: 1 prompt, each completed with at most 20 bytes."
 
 
+@pytest.mark.nightly
 def test_batches_draft_as_much_as_pays_but_trees_keep_their_form(llama: tuple[str, str]) -> None:
     for drafter in ("ngram", 'ngram?draft_tree={"top_k":2}'):
         measured, _ = Measurement(batch_size=2, **FEW).measure(named_model(llama[0], drafter))
@@ -178,6 +179,7 @@ def test_parameters_of_the_backbone_and_of_heads_are_told_apart(box: Path, llama
     assert "further" not in named_model(model).words
 
 
+@pytest.mark.nightly
 def test_the_first_text_that_does_not_repeat_itself_is_shown() -> None:
     """The seed is the command's; the toy's greedy texts mostly loop."""
     subject = box_model()

@@ -17,8 +17,7 @@ from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.training import Endpoint, cache_features
 from tokenahead.training.endpoint import EndpointError
-from tokenahead.training.server_states import ServerStates, layer_outputs, vllm_options
-from tokenahead.training.states import BackboneStates
+from tokenahead.training.features import BackboneStates, ServerStates, layer_outputs, vllm_options
 
 PART = {"draft_ids": list(range(70, 90))}
 DRAFTERS = {

@@ -5,6 +5,7 @@ A group of one process that pretends to be two (torch's "fake" backend) divides 
 
 import pytest
 import torch
+from tokenahead.training.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -19,7 +20,6 @@ from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPFo
 from tokenahead.generation.tensors.shared_models import LayerDivision
 from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, MuToRTrainer, TrainingStrategy, cache_features, regenerate
-from tokenahead.training.processes import Processes
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of ways to load that transformers takes away
 IDS = torch.arange(70, 80)[None]

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ...generation.tensors.tensor_files import Fields
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
-from ..processes import of_first
+from ..parts import of_first
 from ..trainer_base import BaseTrainer, check_kernels, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra, replace_file

@@ -13,15 +13,15 @@ from tests.ptp_models import backbone, student
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tests.training.process_client import MAKERS
 from tokenahead import MTPHeads
-from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batching, cache_features
+from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batches, cache_features
 from tokenahead.training.batches import (
     BatchedRows,
     Collator,
     JoinedCollator,
     batches_by_tokens,
+    obstacle_to_joining,
     row_lengths,
 )
-from tokenahead.training.documents import obstacle_to_joining
 
 DRAFTERS = {name: make for name, make in MAKERS.items() if name not in ("parallel", "masks")}
 RECURRENT = {
@@ -289,7 +289,7 @@ def test_an_error_of_the_trial_is_told(tmp_path, monkeypatch, caplog):
         return own(input_ids, **others)
 
     monkeypatch.setattr(heads, "forward", forward)
-    logger = batching.logger
+    logger = batches.logger
     monkeypatch.setattr(logger, "warning_once", logger.warning)
     monkeypatch.setattr(logger, "propagate", True)
     batches_of(trainer_for(heads, tmp_path, rows))

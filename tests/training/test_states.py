@@ -93,7 +93,7 @@ def serving(drafter, folder, change=lambda tensors: None, gives=True):
     server.backbone, server.folder, server.change, server.gives = drafter.backbone, folder, change, gives
     server.layers, server.lock, server.asked = layer_outputs(drafter), threading.Lock(), 0
     folder.mkdir()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield Endpoint(f"http://127.0.0.1:{server.server_port}/v1", pause=0.01, concurrency=4)
     finally:
@@ -230,42 +230,26 @@ def test_what_is_no_plain_file_is_refused_and_stays(kind, lock, tmp_path, monkey
     assert kind != "link" or (tmp_path / "secret.safetensors").exists()
 
 
-NAMES = ["", "/", ".", "..", "/a/..", "a\0b.safetensors", 3, ["x"], None]
-
-
-@pytest.mark.by_day("''", "'/a/..'", "3")
-@pytest.mark.parametrize("name", NAMES, ids=map(repr, NAMES))
-def test_names_that_are_none_are_refused(name, tmp_path, monkeypatch):
-    drafter = DRAFTERS["heads"](llama())
-    with serving(drafter, tmp_path / "files") as endpoint:
-        rows = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files", wait=0.1)
-        said, say = {"hidden_states_path": name}, Handler.say
-        monkeypatch.setattr(Handler, "say", lambda self, value: say(self, value | {"kv_transfer_params": said}))
-        with pytest.raises(EndpointError, match="row 0|hidden_states_path"):
-            rows[0]
-    assert (tmp_path / "files").is_dir()
-
-
-def test_a_path_elsewhere_is_a_name_in_the_folder(tmp_path, monkeypatch):
+def test_names_that_are_none_are_refused_and_a_path_elsewhere_is_a_name_in_the_folder(tmp_path, monkeypatch):
     drafter, say = DRAFTERS["heads"](llama()), Handler.say
-    (tmp_path / "mine.safetensors").write_text("mine")
+    (mine := tmp_path / "mine.safetensors").write_text("mine")
     with serving(drafter, tmp_path / "files") as endpoint:
         rows = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files", wait=0.1)
-        said = {"hidden_states_path": str(tmp_path / "mine.safetensors")}
-        monkeypatch.setattr(Handler, "say", lambda self, value: say(self, value | {"kv_transfer_params": said}))
-        with pytest.raises(EndpointError, match="mine.safetensors of row 0.*one disk"):
-            rows[0]
-    assert (tmp_path / "mine.safetensors").read_text() == "mine"
+        for name in ("", "/", ".", "..", "/a/..", "a\0b.safetensors", 3, ["x"], None, str(mine)):
+            said = {"kv_transfer_params": {"hidden_states_path": name}}
+            monkeypatch.setattr(Handler, "say", lambda self, value, said=said: say(self, value | said))
+            words = "mine.safetensors of row 0.*one disk" if name == str(mine) else "row 0|hidden_states_path"
+            with pytest.raises(EndpointError, match=words):
+                rows[0]
+    assert (tmp_path / "files").is_dir() and mine.read_text() == "mine"
 
 
-@pytest.mark.by_day("folder-None", "wait-nan")
-@pytest.mark.parametrize(
-    ("name", "value"), [("folder", None), ("folder", ""), ("wait", float("nan")), ("wait", -1), ("wait", "10")]
-)
-def test_a_folder_and_a_time_are_demanded(name, value, tmp_path):
+def test_a_folder_and_a_time_are_demanded(tmp_path):
     drafter = DRAFTERS["heads"](llama())
-    with serving(drafter, tmp_path / "files") as endpoint, pytest.raises(ValueError, match=f"{name}="):
-        ServerStates(endpoint, drafter, data(), **{"folder": tmp_path, name: value})
+    with serving(drafter, tmp_path / "files") as endpoint:
+        for name, value in (("folder", None), ("folder", ""), ("wait", float("nan")), ("wait", -1), ("wait", "10")):
+            with pytest.raises(ValueError, match=f"{name}="):
+                ServerStates(endpoint, drafter, data(), **{"folder": tmp_path, name: value})
 
 
 def test_the_last_layers_number_counts_outputs(tmp_path):

@@ -23,7 +23,7 @@ from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
 from .batches import BatchingMixin, Inputs
 from .checkpoints import ResumingMixin
-from .data_rows import read_rows
+from .columns import read_rows
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import check_kernels, without_peft

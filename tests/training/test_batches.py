@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -66,17 +67,16 @@ def share(batches: list[dict[str, torch.Tensor]]) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("multiple", [1, 3])
-def test_batches_hold_every_row_once_within_the_budget(is_padded, multiple):
+def test_batches_hold_every_row_once_within_the_budget():
     lengths = log_normal_lengths(100)
-    order = sorted(range(100), key=lambda row: -lengths[row]) if is_padded else list(range(100))
-    batches = batches_by_tokens(lengths, max(lengths) + 1000, order, is_padded, multiple)
-    assert sorted(row for batch in batches for row in batch) == list(range(100))
-    assert len(batches) % multiple == 0
-    for batch in batches:
-        longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
-        assert (longest * len(batch) if is_padded else total) <= max(lengths) + 1000
+    for is_padded, multiple in product((False, True), (1, 3)):
+        order = sorted(range(100), key=lambda row: -lengths[row]) if is_padded else list(range(100))
+        found = batches_by_tokens(lengths, max(lengths) + 1000, order, is_padded, multiple)
+        assert sorted(row for batch in found for row in batch) == list(range(100))
+        assert len(found) % multiple == 0
+        for batch in found:
+            longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
+            assert (longest * len(batch) if is_padded else total) <= max(lengths) + 1000
 
 
 def test_dropping_the_last_batch_keeps_a_multiple():
@@ -114,12 +114,11 @@ def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path,
     trainer.train()
 
 
-@pytest.mark.by_day("evabyte", "heads", "modules", "eagle")
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_no_drafter_has_an_obstacle_to_joining(name):
-    torch.manual_seed(0)
-    model = DRAFTERS[name]()
-    assert obstacle_to_joining(model, {}, model.device) == ""
+def test_no_drafter_has_an_obstacle_to_joining():
+    for name, make in DRAFTERS.items():
+        torch.manual_seed(0)
+        model = make()
+        assert obstacle_to_joining(model, {}, model.device) == "", name
 
 
 @pytest.mark.core
@@ -164,25 +163,19 @@ def test_a_budget_below_the_longest_row_names_it(tmp_path):
         MTPTrainer(heads, TrainingArguments(str(tmp_path), report_to="none"), train_dataset=rows, tokens_per_batch=29)
 
 
-@pytest.mark.by_day(
-    "options0--1-tokens_per_batch=-1", "options2-64-per_device_train_batch_size=4", "options4-64-batch_rebalance"
-)
-@pytest.mark.parametrize(
-    "options, budget, match",
-    [
+def test_a_budget_that_cannot_be_met_is_refused(tmp_path):
+    heads = MTPHeads.from_backbone(llama(), window=3)
+    for options, budget, match in (
         ({}, -1, "tokens_per_batch=-1"),
         ({}, 2.5, "tokens_per_batch=2.5"),
         ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size=4"),
         ({"auto_find_batch_size": True}, 64, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, 64, "batch_rebalance"),
         ({"accelerator_config": {"split_batches": True}}, 64, "split_batches"),
-    ],
-)
-def test_a_budget_that_cannot_be_met_is_refused(options, budget, match, tmp_path):
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **options)
-    heads = MTPHeads.from_backbone(llama(), window=3)
-    with pytest.raises(ValueError, match=match):
-        MTPTrainer(heads, arguments, train_dataset=ragged_rows(4, vocab_size=64), tokens_per_batch=budget)
+    ):
+        arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **options)
+        with pytest.raises(ValueError, match=match):
+            MTPTrainer(heads, arguments, train_dataset=ragged_rows(4, vocab_size=64), tokens_per_batch=budget)
 
 
 def test_a_stream_has_rows_and_no_budget(tmp_path):
@@ -237,12 +230,12 @@ def test_rows_that_cannot_be_joined_are_padded(column):
     assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)
 
 
-@pytest.mark.parametrize("columns", [{}, {"length": [5, 3]}, {"attention_mask": [[1] * 5, [0, 1, 1, 1]]}])
-def test_lengths_come_from_the_columns_of_a_data_set(columns):
-    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4] if "attention_mask" in columns else [1, 2, 3]]
-    data = Dataset.from_dict({"input_ids": ids} | columns)
-    assert row_lengths(data) == [5, 3] == row_lengths([data[number] for number in range(2)])
-    assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
+def test_lengths_come_from_the_columns_of_a_data_set():
+    for columns in ({}, {"length": [5, 3]}, {"attention_mask": [[1] * 5, [0, 1, 1, 1]]}):
+        ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4] if "attention_mask" in columns else [1, 2, 3]]
+        data = Dataset.from_dict({"input_ids": ids} | columns)
+        assert row_lengths(data) == [5, 3] == row_lengths([data[number] for number in range(2)])
+        assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
 
 
 def test_evabyte_trains_on_batches_of_a_budget(tmp_path):

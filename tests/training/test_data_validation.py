@@ -121,23 +121,15 @@ def test_a_checkpoint_of_another_model_is_refused(earlier, now, message, tmp_pat
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.by_day(
-    "options0-loss_type=.*'dft'-<lambda>0",
-    "options1-packing_strategy=.*'wrapped'-<lambda>1",
-    "options2-packing_strategy=.*'wrapped'-<lambda>0",
-)
 @pytest.mark.parametrize("make", [lambda: (MTPSFTTrainer, small_model()), lambda: (PTPSFTTrainer, student())])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_type": "dft"}, "loss_type=.*'dft'"),
-        ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy=.*'wrapped'"),
-        ({"eval_packing": True, "packing_strategy": "wrapped"}, "packing_strategy=.*'wrapped'"),
-    ],
-)
-def test_settings_that_nobody_would_follow_are_refused(make, options, message, tmp_path):
+def test_settings_that_nobody_would_follow_are_refused(make, tmp_path):
     kind, model = make()
-    config = SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=False, **options)
     data = Dataset.from_dict({"text": ["def f(x):\n    return x\n"] * 4})
-    with pytest.raises(ValueError, match=message):
-        kind(model, config, train_dataset=data, processing_class=EvaByteTokenizer())
+    wrapped = {"packing_strategy": "wrapped"}
+    for name, options in (
+        ("loss_type", {"loss_type": "dft"}), ("packing_strategy", wrapped | {"packing": True}),
+        ("packing_strategy", wrapped | {"eval_packing": True}),
+    ):  # fmt: skip
+        config = SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=False, **options)
+        with pytest.raises(ValueError, match=f"{name}=.*'{options[name]}'"):
+            kind(model, config, train_dataset=data, processing_class=EvaByteTokenizer())

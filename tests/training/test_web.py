@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer, MTPHeads, cli
 from tokenahead.training import web
-from tokenahead.training.demo_subjects import spans
+from tokenahead.training.demo import spans
 from tokenahead.training.evaluation.decoding import drafted_flags
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)

@@ -22,8 +22,9 @@ from measuring import show
 
 from tokenahead import EvaByteConfig, EvaByteForMTPC
 from tokenahead.generation.loop import SpeculativeLoop
+from tokenahead.generation.recorded import RecordedLoop
 from tokenahead.generation.tensors.wrapped_models import untyped
-from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.modeling.heads.attached import HeadSession
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, chunk_size=16)
 KINDS = "cp", "hmm", "btree"
@@ -70,17 +71,18 @@ def timed(device: torch.device, session: Any) -> Iterator[dict[str, list[float]]
 
         return run
 
-    kept = {name: getattr(SpeculativeLoop, name) for name in ("_cycle", "_verified")}
-    SpeculativeLoop._cycle = waiting("cycle", kept["_cycle"])
-    SpeculativeLoop._verified = waiting("verify", kept["_verified"])
+    kept = [(SpeculativeLoop, "_verified"), (SpeculativeLoop, "_cycle"), (RecordedLoop, "_cycle")]
+    functions = [vars(kind)[name] for kind, name in kept]
+    for (kind, name), function, said in zip(kept, functions, ("verify", "cycle", "cycle")):
+        setattr(kind, name, waiting(said, function))
     propose = session.propose
     session.propose = waiting("draft", propose)
     try:
         yield times
     finally:
         session.propose = propose
-        for name, function in kept.items():
-            setattr(SpeculativeLoop, name, function)
+        for (kind, name), function in zip(kept, functions):
+            setattr(kind, name, function)
 
 
 def _wait(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from transformers import StoppingCriteria
 
 from tokenahead.extending import DraftTree, VerificationResult
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.generation.loop import SpeculativeLoop
+from tokenahead.generation.results import Results
 from tokenahead.generation.verification.verifiers import Verifier
 
 
@@ -118,7 +118,7 @@ def planned(drafter: Any, plan: Tensor, clock: Clock) -> Iterator[list[PlannedVe
 
     The clock marks when the host has read the prompt's token, and every cycle.
     """
-    made, make, settle = list[PlannedVerifier](), drafter.make_verifier, SpeculativeLoop._settle
+    made, make, settle = list[PlannedVerifier](), drafter.make_verifier, Results.take
 
     def make_planned(*arguments: Any) -> PlannedVerifier:
         made.append(PlannedVerifier(make(*arguments), plan))
@@ -128,9 +128,9 @@ def planned(drafter: Any, plan: Tensor, clock: Clock) -> Iterator[list[PlannedVe
         clock.mark()
         return settle(*arguments, **options)
 
-    drafter.make_verifier, SpeculativeLoop._settle = make_planned, settled
+    drafter.make_verifier, Results.take = make_planned, settled
     try:
         yield made
     finally:
-        SpeculativeLoop._settle = settle
+        Results.take = settle
         del drafter.make_verifier

@@ -63,11 +63,6 @@ CORE = {
         "_experts_implementation": "how a model computes its experts, which draft layers follow",
         "_auto_class": "hidden while a config is saved with its code",
     },
-    "transformers.tokenization_python:PreTrainedTokenizer": {
-        "_convert_id_to_token": "overridden: the string of one id",
-        "_tokenize": "overridden: cuts text into bytes",
-        "_update_total_vocab_size": "overridden: called after every change of the added tokens",
-    },
     "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor": {
         "_num_beams": "how a prefix function numbers rows",
         "_prefix_allowed_tokens_fn": "wrapped: the user's function sees the sequences of a tree's nodes",

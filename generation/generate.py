@@ -4,7 +4,7 @@
       prepared_call(...)                                options parsed once, `SpeculationPlan.of`; plain calls pass
       type(backbone).generate(..., custom_generate=f)   transformers prepares prompt, masks, cache, processors, criteria
         f = partial(speculative_decoding, plan)         carries what transformers drops for a callable
-          SpeculativeLoop(plan).run()                   or the model's own `_sample`, where drafts are not possible
+          loop_of(plan, target).run()                   or the model's own `_sample`, where drafts are not possible
 
 For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`. The first and the last travel in the
 plan; stop strings and token healing, which need the tokenizer, are resolved before the call, and so is a cache of the
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
@@ -37,15 +38,16 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from ..configuration.cache_names import CACHE, renamed
+from ..configuration.cache_names import CACHE, cache_of, renamed
 from ..configuration.fields import rotary_border
-from .backbone.backbones import check_prompt, check_user_cache
+from .backbone.backbones import check_prompt, check_user_cache, target_of
+from .backbone.target import OwnCacheBackbone, Target
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
-from .contract import SpeculativeCache
+from .contract import PrefillOutput, SpeculativeCache
 from .drafter import BaseDrafter
 from .graphs import running
-from .loop import SpeculativeLoop
 from .plan import Call, SpeculationPlan
+from .recorded import loop_of
 from .tensors.shared_models import readable, share_draws, tensor_parallel_size
 from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments, untyped
 from .trees.choice import choose_tree
@@ -184,10 +186,34 @@ def speculative_decoding(
         _choose_tree(plan)
     plan.complete()
     with readable(model), plan.call.drafter.running(model), running():
-        output = SpeculativeLoop(plan).run(plan.synced_gpus)
+        outputs, target = _prefill(plan)
+        output = loop_of(plan, target).run(outputs, plan.synced_gpus)
     if plan.schedule is not None:
         plan.call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output
+
+
+def _prefill(plan: SpeculationPlan) -> tuple[PrefillOutput, Target]:
+    """Run the first pass, transformers' own prefill, and return its outputs, and the backbone with the prompt in its
+    cache."""
+    kwargs, prompt, keywords = plan.model_kwargs, plan.prompt, plan.keywords
+    states = {"output_hidden_states": plan.hidden_layers}
+    outputs = untyped(plan.call.backbone)._prefill(prompt, plan.config, kwargs | states)
+    cache, mask, target = cache_of(outputs), kwargs.get("attention_mask"), None
+    if keywords is not None:
+        kwargs = kwargs | keywords.continued
+    if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
+        cache = cache.self_attention_cache
+    if isinstance(cache, SpeculativeCache):
+        target = OwnCacheBackbone(plan.verifier_model, cache, mask)
+    else:
+        if mask is not None and kwargs.get("position_ids") is None:  # the model counts columns, padding included
+            kwargs = kwargs | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}
+        like, limit = prompt.new_empty(len(prompt)), plan.config.max_length
+        target = target_of(plan.verifier_model, cache, like, mask, kwargs, limit, plan.span)
+    if keywords is not None:
+        target.keywords = keywords.constant
+    return outputs, target
 
 
 def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:

@@ -56,11 +56,6 @@ class Observer(Protocol):
         ...
 
 
-def called(_: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a region, and do nothing else."""
-    return function(*args, **kwargs)
-
-
 class Graph(Protocol[R]):
     """A region that was recorded; made from a function that runs it, and the buffers that it reads and writes.
 

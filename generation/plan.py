@@ -29,6 +29,7 @@ from ..configuration.fields import (
     chooses_blocks,
     compresses_windows,
     has_short_convolutions,
+    requested_states,
     rotary_border,
 )
 from ..configuration.fields import (
@@ -41,11 +42,13 @@ from .call.keywords import USUAL, Keywords, keywords_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
 from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
-from .contract import DraftSession, SpeculativeCache
+from .call.state import StateWatch
+from .contract import DraftSession, HiddenLayers, SpeculativeCache
 from .drafter import BaseDrafter
 from .forced import with_forced
 from .graphs import obstacle_to_fixed, obstacle_to_graphs
-from .tensors.wrapped_models import Kwargs, is_base, peft_arguments, untyped
+from .tensors.wrapped_models import Kwargs, has_foreign_hooks, is_base, peft_arguments, untyped
+from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
@@ -112,6 +115,7 @@ class SpeculationPlan:
         verifier_model: Runs the forwards after the prompt; on tokens it computes what the backbone does.
         session: Proposes tokens.
         verifier: Verifies them.
+        watch: Notices processors whose state moves; None: none has any.
         schedule: Chooses the draft length; None: always as long as the session can.
         unfixed: Why the cycles on a static cache have no fixed shapes; None: they have, or the cache is another one.
         unrecorded: Why they are not recorded; see `graphs`.
@@ -133,6 +137,7 @@ class SpeculationPlan:
     verifier_model: PreTrainedModel = field(init=False)
     session: DraftSession = field(init=False)
     verifier: Verifier = field(init=False)
+    watch: StateWatch | None = field(init=False, default=None)
     schedule: AdaptiveSchedule | None = field(init=False, default=None)
     unfixed: str | None = field(init=False, default=None)
     unrecorded: str | None = field(init=False, default=None)
@@ -203,6 +208,8 @@ class SpeculationPlan:
         made.warn_of_threshold(session, type(drafter).__name__)
         self.verifier_model, self.verifier = drafter.verifier_model(backbone), drafter.make_verifier(made, session)
         self.schedule = drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
+        if made.drafts and made.processors:
+            self.watch = made.processing.watch()
         if self._takes_static_cache():
             self._plan_cache()
 
@@ -219,6 +226,28 @@ class SpeculationPlan:
         if (lack := lacks_room(backbone, len(self.prompt), cache)) is not None:
             logger.warning_once(f"cache_implementation='static' is left out: {lack}; drafts are verified without it.")
             self.unfixed, cache.room = lack, None
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether somebody may look into the cache after the call."""
+        return bool(self.has_user_cache or self.config.return_dict_in_generate)
+
+    @property
+    def hidden_layers(self) -> HiddenLayers:
+        """The hidden states of the backbone that the call or the session reads."""
+        return requested_states(bool(self.config.output_hidden_states) or self.session.hidden_layers)
+
+    @property
+    def span(self) -> int:
+        """The longest block, as far as it is known."""
+        made = self.draft_options
+        return max(most_nodes(made) if made.draft_tree else 1 + made.num_tokens, 1 + self.session.num_tokens)
+
+    def may_drop_finished(self) -> bool:
+        """Return whether sequences that have ended may be left out: nobody reads the cache, nor what hooks see."""
+        is_read = self.returns_cache or self.session.reads_cache or self.session.lookahead
+        may = len(self.prompt) > 1 and self.keywords is None and not is_read
+        return may and not has_foreign_hooks(self.verifier_model)
 
     @property
     def marks(self) -> tuple[object, ...]:

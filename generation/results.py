@@ -1,4 +1,4 @@
-"""What a call of `generate` streams on the way, and returns in the end."""
+"""The text of one call of `generate` and what is said of it: what the loop fills, streams, and returns in the end."""
 
 from __future__ import annotations
 
@@ -10,50 +10,49 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.cache_names import CACHE
 from ..configuration.fields import learned_positions
-from .backbone.static import StaticBackbone
 from .backbone.target import Target
 from .call.outputs import GenerateSpeculativeOutput, Speculation
 from .call.records import Records
 from .call.sequences import NewTokens, Sequences
 from .call.stopping import Stopping
-from .contract import DraftTree
+from .contract import DraftTree, TargetOutput
 from .plan import SpeculationPlan
 from .tensors.wrapped_models import untyped
 from .verification.cycles import Cycle
 
 
 class Results:
-    """The sequences of one call, and what is said of them; the loop fills them.
+    """The sequences of one call, and where they end.
 
     Args:
         plan: Complete (`SpeculationPlan.complete`).
+        target: With the prompt in its cache.
+
+    Attributes:
+        tokens: The sequences.
+        done: Which of them have ended.
+        statistics: What is returned of them.
     """
 
-    target: Target
-    ahead: Cycle | None = None
-    """Launched, and not read yet; in the end nobody does."""
-
-    def __init__(self, plan: SpeculationPlan) -> None:
+    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
         prompt, config = plan.prompt, plan.config
-        self.plan, self.backbone, self.session, self.keywords = plan, plan.call.backbone, plan.session, plan.keywords
-        self.config, self.streamer, self.pad = config, plan.streamer, plan.draft_options.pad
-        self.returns_cache = plan.has_user_cache or config.return_dict_in_generate
-        self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
-        self.done = [False] * len(prompt)
+        self.plan, self.target, self.session, self.config = plan, target, plan.session, config
+        self.streamer, self.pad = plan.streamer, plan.draft_options.pad
+        self.tokens, self.streamed, self.done = Sequences(prompt), prompt.shape[1], [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
         self.stopping = Stopping(plan.criteria, self.pad, self.records and self.records.scores_of)
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
-        self.empty = DraftTree.chain(prompt[:, :0])
-        self.table = learned_positions(self.backbone.config.get_text_config())
-        self.starts: list[int] | None = None
-        self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
+        self.statistics.backbone_calls = 1
+        # columns of the cache without ids: embeddings, or an earlier call's
+        self.unwritten = target.mask.shape[1] - prompt.shape[1] if target.has_columns else 0
+        self.table = learned_positions(plan.call.backbone.config.get_text_config())
+        self.starts = target.next_positions() if self.table is not None and target.has_columns else None
+        most = self.stopping.tokens_left(prompt.shape[1])
+        leaves_table = self.starts is not None and self.table is not None and max(self.starts) + most > self.table
+        self.stopping.holds = (plan.returns_cache and not target.takes_cuts) or leaves_table
 
-    def _may_leave_table(self, new_tokens: int) -> bool:
-        """Return whether so many new tokens need more positions than a table has."""
-        return self.starts is not None and self.table is not None and max(self.starts) + new_tokens > self.table
-
-    def _positions_left(self) -> int:
+    def positions_left(self) -> int:
         """Return how many positions of a table follow b in every open sequence.
 
         Sequences that have ended repeat the last position. Open ones never do: beyond a table there is no text, and the
@@ -66,10 +65,39 @@ class Results:
         self.target.last_position = self.table - 1 if fewest >= 0 and any(self.done) else None
         return fewest
 
-    def _tokens_left(self) -> int:
+    def tokens_left(self) -> int:
         """Return how many tokens the length limit leaves for the shortest open sequence."""
-        open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
-        return max((self.stopping.tokens_left(n) for n in open_lengths), default=1)
+        return self.stopping.most_left(self.tokens.lengths, self.done)
+
+    def take(self, cycle: Cycle, accepted: list[int], is_prefill: bool = False) -> NewTokens:
+        """Add verified tokens to the sequences, records and statistics, and return them, cut where sequences end.
+
+        Args:
+            cycle: What the host has read.
+            accepted: Accepted drafts per sequence; -1: it gets not even a token.
+            is_prefill: The token after the prompt.
+        """
+        verified = [ids[: count + 1] for ids, count in zip(cycle.new, accepted)]
+        before = self.done
+        if self.records is not None:
+            counts = [0 if done else count + 1 for count, done in zip(accepted, before)]
+            path = cycle.result, cycle.tree
+            scores = TargetOutput(cycle.scores).along(*path).logits
+            self.records.add(cycle.outputs.along(*path), scores, counts, is_prefill)
+        counts, self.done = self.stopping.cut(self.tokens, verified, before)
+        self.tokens.done = self.done
+        new_tokens = NewTokens(counts, self.tokens.ids.device)
+        if self.records is not None:
+            self.records.cut([n + count for n, count in zip(self.tokens.num_new, counts)])
+        if not is_prefill:
+            asked = [-1 if old else count for count, old in zip(accepted, before)]
+            self.statistics.count(asked, counts, self.done, cycle.drafts, cycle.tree.depth)
+        self.tokens.keep(new_tokens)
+        self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
+        self.tokens.drafted_on_host = [len(draft) for draft in cycle.drafts]
+        if self.streamer is not None:
+            self._stream(self.streamer)
+        return new_tokens
 
     def _stream(self, streamer: BaseStreamer) -> None:
         lengths, ends = self.tokens.lengths, None
@@ -81,15 +109,11 @@ class Results:
             streamer.put(column)
         self.streamed = max(self.streamed, ready)
 
-    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
+    def finished(self) -> GenerateSpeculativeOutput | Tensor:
         """Tell all who want to know that every sequence has ended, and return the output."""
         if self.streamer is not None:
             self.streamer.end()
         output = self._output()
-        if (told := self.statistics.graphs) is not None and isinstance(self.target, StaticBackbone):
-            told.buffer_bytes, told.buffers_made = self.target.buffer_use()
-            if self.ahead is not None and told.replayed:
-                told.replayed["cycle"] -= 1
         self.session.finish(self.statistics)
         return output
 
@@ -99,7 +123,7 @@ class Results:
             self._drop_what_ran_ahead(self.stopping.ends)
         self.statistics.new_tokens = sum(self.tokens.num_new)
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)  # [B, L + new]
-        if self.returns_cache:  # it may cost a forward
+        if self.plan.returns_cache:  # it may cost a forward
             self._align_cache(decoded)
         if not self.config.return_dict_in_generate:
             return sequences
@@ -133,7 +157,7 @@ class Results:
         early = [n < longest and n == before for n, before in zip(self.tokens.lengths, decoded)]
         if any(early) and self.target.supports_rollback:
             self.statistics.backbone_calls += 1
-            self._positions_left()
-            self.target.forward(self.tokens.last()[:, None], self.empty, None)
+            self.positions_left()
+            self.target.forward(self.tokens.last()[:, None], DraftTree.chain(self.tokens.ids[:, :0]), None)
             self.target.keep(NewTokens([int(row) for row in early], self.tokens.ids.device))
         self.target.align(longest - 1 + self.unwritten)

@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import models
+from tests import covering, models
 from tokenahead.configuration.transformers_names import obstacle_of_peft
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -40,16 +40,25 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Mark the cases that `core_cases` and `by_day` name, or do not name, and as `slow` property tests that explore."""
     unknown = {}  # names of cases that no test has, by marker and test
+    covered = {}  # cases of which some cover the others' values, by test and how many values together
     for item in items:
         for name in ("core_cases", "by_day"):
             for mark in item.iter_markers(name):
                 unknown.setdefault((name, item.nodeid.partition("[")[0]), set(mark.args)).discard(item.callspec.id)
                 if name == "core_cases" and item.callspec.id in mark.args:
                     item.add_marker("core")
-                if name == "by_day" and item.callspec.id not in mark.args:
+                if name == "by_day" and mark.args and item.callspec.id not in mark.args:
                     item.add_marker("nightly")
+        for mark in item.iter_markers("by_day"):
+            if mark.kwargs:
+                covered.setdefault((item.nodeid.partition("[")[0], mark.kwargs["each"]), []).append(item)
         if explores(config) and (hypothesis.is_hypothesis_test(item.obj) or item.path.stem == "test_fuzz"):
             item.add_marker("slow")
+    for (_, size), cases in covered.items():
+        chosen = covering.few([item.callspec.params for item in cases], size)
+        for place, item in enumerate(cases):
+            if place not in chosen and item.get_closest_marker("core") is None:
+                item.add_marker("nightly")
     unknown = {test: cases for test, cases in unknown.items() if cases}
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"markers name cases that are not there: {unknown}")

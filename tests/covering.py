@@ -22,3 +22,20 @@ def pairs(*lists):
 
 def _pairs_of(case):
     return {(a, i, b, j) for (a, i), (b, j) in combinations(enumerate(case), 2)}
+
+
+def few(cases, size):
+    """Return which of `cases`, dicts of parameters, hold every `size` values that any one of them holds.
+
+    Greedy, as `pairs`. A value is the same in two cases where it is one object.
+    """
+    held = [
+        set(combinations(sorted((name, id(value)) for name, value in case.items()), min(size, len(case))))
+        for case in cases
+    ]
+    left, chosen = set().union(*held), set()
+    while left:
+        best = max(range(len(held)), key=lambda place: len(held[place] & left))
+        left -= held[best]
+        chosen.add(best)
+    return chosen

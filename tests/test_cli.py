@@ -13,8 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.every_model import llama
-from tests.modeling.eagle.test_loading import rewritten
-from tests.training.conftest import micro_config, small_model
+from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__, cli
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import demo as demo_module
@@ -50,18 +49,8 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"tokenahead {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "named"),
-    [("demo", "--new-bytes"), ("generate", "--heads"), ("doctor", "--drafter"), ("card", "--base-model")],
-)
-def test_the_help_of_a_command_has_its_options(capsys, command, named):
-    assert run(command, "--help") == 0
-    assert named in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["demo", "generate", "doctor"])
-def test_one_drafter_is_named_once(capsys, command):
-    code, line = error_of(capsys, command, "--model", "m", "--drafter", "ngram", "--heads", "h")
+def test_one_drafter_is_named_once(capsys):
+    code, line = error_of(capsys, "doctor", "--model", "m", "--drafter", "ngram", "--heads", "h")
     assert code == 2 and "--heads: not allowed with argument --drafter (ngram)" in line
 
 
@@ -74,12 +63,6 @@ def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
         assert (f"\n  {name} " if entry.metadata.get("positional") else f"\n  --{name}") in words
 
 
-@pytest.mark.parametrize(("command", "takes_prompts"), [("demo", False), ("doctor", False), ("generate", True)])
-def test_quotes_are_advised_where_a_prompt_is_taken(capsys, command, takes_prompts):
-    _, line = error_of(capsys, command, *(["--model", "m"] * (command != "demo")), "x", "y")
-    assert ("quotes" in line) is takes_prompts
-
-
 def test_a_flag_leaves_the_word_after_it_alone():
     assert cli._parse(["card", "--overwrite", "directory"]).model == "directory"
 
@@ -89,25 +72,17 @@ def test_a_flag_leaves_the_word_after_it_alone():
     ("arguments", "named"),
     [
         (["demo", "--seconds", "0"], "--seconds: '0' must be a number above 0"),
-        (["demo", "--seconds", "soon"], "--seconds: 'soon' must be a number above 0"),
         (["demo", "--seconds", "nan"], "--seconds: 'nan' must be a number above 0"),
-        (["demo", "--seconds", "inf"], "--seconds: 'inf' must be a number above 0"),
-        (["demo", "--seed", "-1"], "--seed: '-1' must be a whole number from 0"),
         (["demo", "--seed", str(2**32)], "--seed: '4294967296' must be a whole number from 0"),
         (["generate", "x"], "required: --model"),
         (["generate", "--model", "m", "x", "y"], "unrecognized arguments: y; a prompt of several words needs quotes"),
         (["generate", "--model", "m", "--nope"], "unrecognized arguments: --nope; "),
-        (["generate", "--model", "m", "x", "--", "y"], "unrecognized arguments: y"),
         (["generate", "--model", "m", "x", "--heads", "h", "--plain"], "--plain: not allowed with argument --heads"),
         (["generate", "--model", "m", "x", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
-        (["generate", "--model", "m", "x", "--num-assistant-tokens", "0"], "'0' must be a whole number of at least 1"),
         (["demo", "x"], "unrecognized arguments: x"),
-        (["generate", "--model", "m", "x", "--max-new-tokens", "0"], "--max-new-tokens: '0' must be a whole number"),
         (["generate", "--model", "m", "x", "--max-new-tokens", "1.5"], "'1.5' must be a whole number of at least 1"),
         (["generate", "--model", "m", "x", "--temperature", "-0.1"], "--temperature: '-0.1' must be a number at least"),
-        (["generate", "--model", "m", "x", "--top-k", "-2"], "--top-k: '-2' must be a whole number of at least 0"),
         (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
-        (["generate", "--model", "m", "x", "--top-p", "1.1"], "--top-p: '1.1' must be"),
         (["dance"], "'dance'"),
         ([], "{demo,generate,bench,doctor,verify,card,train,regenerate,features,lm-eval}"),
     ],
@@ -131,18 +106,13 @@ def test_a_missing_prompt_is_named_where_nobody_pipes_one_in(capsys, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "prompt"),
     [
-        (["--model", "m", "x"], "x"),
         (["x", "--model", "m"], "x"),
         (["--model", "m", "-abc"], "-abc"),
-        (["--model", "m", "-5"], "-5"),
         (["--model", "m", "- an item"], "- an item"),
         (["--model", "m", "--", "--seed"], "--seed"),
-        (["--model", "m", "--", "-h"], "-h"),
         (["--model", "m", "-"], "-"),
         (["--model", "m"], None),
-        (["--model", "m", "--plain", "x"], "x"),
         (["--model", "m", "--chat", "--json", "yes"], "yes"),
-        (["--model", "m", "--plain", "--", "--seed"], "--seed"),
     ],
 )
 def test_a_prompt_may_begin_with_a_dash(arguments, prompt):
@@ -163,8 +133,7 @@ def test_a_name_that_the_hub_cannot_give(capsys, folder, option):
     assert line.endswith("HF_HUB_OFFLINE is set, and the cache does not hold it")
 
 
-@pytest.mark.parametrize("command", [["generate", "x"], ["doctor"], ["demo"]], ids=lambda words: words[0])
-def test_a_directory_of_heads_that_is_not_there(capsys, folder, command):
+def test_a_directory_of_heads_that_is_not_there(capsys, folder, command=("doctor",)):
     code, line = error_of(capsys, *command, "--model", folder, "--heads", "./nowhere")
     assert code == 1 and line.startswith(f"tokenahead {command[0]}: --heads ./nowhere: no such directory")
 
@@ -194,21 +163,9 @@ def test_a_path_is_said_once(capsys, folder, tmp_path):
     assert code == 1 and f"--heads {heads}: the checkpoint lacks 1 tensor of MTPHeads: {lost}\n" in captured.err
 
 
-def test_a_head_in_a_foreign_layout_that_lacks_tensors(capsys, folder, tmp_path):
-    rewritten(tmp_path, {"model_type": "llama"}, {"midlayer.hidden_norm.weight": None})
-    code, line = error_of(capsys, "generate", "--model", folder, "--heads", tmp_path, "x")
-    assert code == 1 and f"--heads {tmp_path} is no EAGLE head: no hidden_norm.weight" in line
-
-
-@pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
-def test_a_device_that_is_not_there(capsys, folder, device):
+def test_a_device_that_is_not_there(capsys, folder, device="cuda:77"):
     code, line = error_of(capsys, "generate", "--model", folder, "--device", device, "x")
     assert code == 1 and f"--device {device}: PyTorch cannot use it here" in line
-
-
-def test_a_folder_without_a_config(capsys, tmp_path):
-    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and "config.json" in line and str(tmp_path) in line
 
 
 def test_a_card_of_a_plain_model(capsys, tmp_path):
@@ -218,33 +175,12 @@ def test_a_card_of_a_plain_model(capsys, tmp_path):
     assert code == 1 and line.startswith(f"tokenahead card: {tmp_path}: LlamaConfig has no `mtp_head`")
 
 
-def test_a_folder_without_weights(capsys, tmp_path):
-    micro_config().save_pretrained(tmp_path)
-    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and "model.safetensors" in line
-
-
-def test_a_folder_that_lacks_tensors(capsys, tmp_path):
-    model = small_model()
-    weights = {name: value for name, value in model.state_dict().items() if "o_proj" not in name}
-    model.save_pretrained(tmp_path, state_dict=weights)
-    EvaByteTokenizer().save_pretrained(tmp_path)
-    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and "lacks 1 tensor of" in line and "o_proj.weight" in line
-
-
 def test_weights_that_are_cut_short(capsys, folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
     assert code == 1 and "damaged or cut short" in line
-
-
-def test_heads_without_a_backbone(capsys, tmp_path):
-    MTPHeads(MTPHeadConfig(window=2, hidden_size=8, vocab_size=320)).save_pretrained(tmp_path)
-    code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and "without a backbone" in line
 
 
 def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
@@ -313,9 +249,7 @@ def test_errors_show_no_escapes(capsys):
         assert "\\x1b[31m\\u202e" in line and line.isprintable()
 
 
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:99999", "127.0.0.1:7860x", "127.0.0.1:-1", "nowhere.invalid:7860", ":٣"]
-)
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", ":٣"])
 def test_a_bad_address_is_one_line(capsys, address):
     code, line = error_of(capsys, "demo", "--web", address)
     assert code == 1 and "--web" in line

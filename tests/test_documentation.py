@@ -49,6 +49,19 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.by_day(
+    "README.md",
+    "docs/index.md",
+    "docs/generate.md",
+    "docs/measuring.md",
+    "docs/doctor.md",
+    "docs/training.md",
+    "docs/extending.md",
+    "docs/adding_a_method.md",
+    "docs/trees.md",
+    "docs/methods/block.md",
+    "docs/methods/heads.md",
+)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -31,10 +31,11 @@ def commands(text: str) -> list[list[str]]:
 
 @cache
 def help_of(command: str) -> str:
-    """What a command of tokenahead says of its arguments."""
+    """What a command of tokenahead says of its arguments, of all kinds of drafters where each has its own."""
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+    for kind in ([], ["--drafter", "heads"]) if command in ("train", "features") else ([],):
+        with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
+            cli.main([command, *kind, "--help"])
     return shown.getvalue()
 
 

@@ -24,6 +24,7 @@ def test_setup_cfg_names_every_package():
     assert set(setup["options"]["packages"].split()) == folders_with_code()
 
 
+@pytest.mark.nightly
 def test_a_clone_without_links_imports(tmp_path):
     """What git writes where it may not make links: a text file that holds the link's target."""
     for folder in FOLDERS:

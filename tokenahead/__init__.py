@@ -68,7 +68,7 @@ AutoModel.register(PTPStudentConfig, PTPStudent)
 AutoModelForCausalLM.register(EvaByteConfig, EvaByteForMTPC)
 AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
-AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
+AutoTokenizer.register(EvaByteConfig, tokenizer_class=EvaByteTokenizer)
 
 hand_in(**{name: partial(import_module, f".model_cards.{name}", __name__) for name in ("bundle", "card", "push")})
 

@@ -18,9 +18,9 @@ from .generation.trees import drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
 from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
 from .modeling.common.outputs import TrainableDrafter
+from .modeling.heads.circuit_head import factorised_distribution
 from .modeling.heads.family import HeadFamily
 from .modeling.heads.family import register as register_head_family
-from .modeling.heads.ff import factorised_distribution
 from .modeling.heads.window_distribution import WindowDistribution
 
 __all__ = [

@@ -14,11 +14,10 @@ from ...configuration.fields import learned_positions
 from ..backbone.backbones import target_of
 from ..backbone.repacking import keep_all_columns, keep_window_columns
 from ..call.constraints import DraftMasks
-from ..call.options import DraftOptions
+from ..call.options import DraftOptions, grow_chain
 from ..call.sequences import NewTokens, Sequences
 from ..contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
-from ..trees.growth import grow_chain
 
 _NO_TABLE = 2**31
 """Positions of models that look none up."""

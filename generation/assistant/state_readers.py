@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.cache_names import cache_of
 from ..backbone.cache import RaggedLayer
-from ..call.options import DraftOptions
+from ..call.options import DraftOptions, grow_chain
 from ..call.sequences import Sequences
 from ..contract import (
     CacheView,
@@ -31,7 +31,6 @@ from ..contract import (
 )
 from ..tensors.masks import additive_mask, cached_arange, to_device
 from ..tensors.wrapped_models import Kwargs
-from ..trees.growth import grow_chain
 from .session import SharedVocabulary
 
 

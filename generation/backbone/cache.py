@@ -8,25 +8,27 @@
     sequence 0               . a b c          . a b c d e f g                    8
     sequence 1               r s t u          r s t u v w x y                    6: x and y are seen by nobody
 
-Keys and values are allocated once. A forward writes its own columns, and attention gets a view of the first ones; a
-mask, made on the device, defines what each position sees. A rollback adds to `ends`, and moves nothing; of a tree, the
-columns of the accepted path are put in a row first. A layer with an attention window is a ring: column c is in slot
-c % size, and the ring has room for the window and a block, so that nothing is overwritten that is still visible.
+Keys and values are allocated once. A forward writes its own columns, and attention (`grouped_attention`) gets a view of
+the first ones; a mask, made on the device, defines what each position sees. A rollback adds to `ends`, and moves
+nothing; of a tree, the columns of the accepted path are put in a row first. A layer with an attention window is a ring:
+column c is in slot c % size, and the ring has room for the window and a block, so that nothing is overwritten that is
+still visible.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import AttentionInterface, Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...configuration.fields import mask_kinds
 from ..call.sequences import NewTokens
 from ..contract import DraftTree
-from ..tensors.masks import cached_arange, cached_range, model_mask
+from ..tensors.masks import PACKED, blocks_of, cached_arange, cached_range, model_mask
 from ..tensors.wrapped_models import untyped
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
@@ -35,6 +37,22 @@ _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)  # by token, and their
 _WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}  # kinds of layers whose tokens are real, all of them
 _NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks are local
 Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
+
+
+class Place(NamedTuple):
+    """Where the layers of one kind put a block; they share it.
+
+    Attributes:
+        size: Columns that they allocate.
+        stored: Tokens of the block that they store: a ring keeps the end of a first block that is longer.
+        slots: Of these tokens.
+        width: Columns that attention gets.
+    """
+
+    size: int
+    stored: int
+    slots: Slots
+    width: int
 
 
 class CacheLayout:
@@ -52,6 +70,7 @@ class CacheLayout:
         is_even: Whether all sequences end in the same column.
         block_offset: Where the next block begins, relative to `ends`; negative where columns are read again.
         is_maskless: Whether attention gets no mask, and the columns up to the block's end.
+        kinds: Of the model's layers, as far as a mask was made (`mask_kinds`).
     """
 
     def __init__(self, mask: Tensor, is_padded: bool, limit: int, span: int, counts: Tensor | None = None) -> None:
@@ -65,7 +84,9 @@ class CacheLayout:
         self.capacity = rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
         self.span, self.window, self.written = span, 0, self.prompt
         self.block_offset, self.is_maskless = 0, False
+        self.kinds: set[str] | None = None
         self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
+        self._places: dict[tuple[int, int, bool, bool, torch.device], Place] = {}
 
     @property
     def counts(self) -> Tensor:
@@ -105,6 +126,7 @@ class CacheLayout:
         self.mask = None if self.mask is None else self.mask[index]
         self.padding = None if self.padding is None else self.padding[index]
         self.is_even, self._slots = len(set(self.lengths)) == 1, {}
+        self._places = {}
         for layer in (each for each in cache.layers if isinstance(each, RaggedLayer)):
             for name, _ in layer.states:
                 if (held := getattr(layer, name)) is not None:
@@ -115,7 +137,7 @@ class CacheLayout:
         self.ends = self.ends + (new.longest if new.is_even else new.on_device.to(self.ends.device))
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
         self.is_even = len(set(self.lengths)) == 1
-        self.block_offset, self._slots = 0, {}
+        self.block_offset, self._slots, self._places = 0, {}, {}
 
     def keep_path(self, cache: Cache, path: Tensor) -> None:
         """Put the columns `path` [B, k] of the last block in a row, from `ends` on."""
@@ -146,6 +168,28 @@ class CacheLayout:
                 columns = columns % size if wraps else columns
                 self._slots[key] = cached_arange(len(columns), device)[:, None], columns.to(device)
         return self._slots[key]
+
+    def place(self, count: int, is_ring: bool, device: torch.device) -> Place:
+        """Return where layers on a device, with a window (`is_ring`) or without one, put a block of `count` tokens."""
+        key = (self.block_offset, count, is_ring, self.is_maskless, device)
+        if (known := self._places.get(key)) is None:
+            self.reserve(count)
+            size = self.size(is_ring)
+            stored = min(count, size)
+            slots = self.slots(self.block_offset + count - stored, stored, size, device)
+            self._places[key] = known = Place(size, stored, slots, self.width(count, size))
+        return known
+
+    def next_rows(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return the positions [B, F] of a drafter's next `count` tokens, and their mask [B, 1, F, W] or None."""
+        self.is_maskless = not self.needs_mask(count)
+        mask = None if self.is_maskless else self.visible(count)[:, None]
+        return self.positions(count), mask
+
+    def positions(self, count: int) -> Tensor:
+        """Return the positions of the next `count` tokens, [B, F] int64: the real tokens before each."""
+        offset = self.block_offset if count == 1 else cached_range(self.block_offset, count, self.ends.device)
+        return (self.counts[:, None] + offset).clamp_(min=0)
 
     def has_wrapped(self, size: int) -> bool:
         """Return whether some of the columns so far share a slot among `size`."""
@@ -220,10 +264,12 @@ class CacheLayout:
 
     def reserve(self, count: int) -> None:
         """Allocate columns for a block; layers grow when they are next written to."""
-        end = max(self.lengths) + self.block_offset + count
+        end, span = max(self.lengths) + self.block_offset + count, max(self.span, self.block_offset + count)
+        if end > self.capacity or span > self.span:
+            self._places = {}  # sizes change
         if end > self.capacity:
             self.capacity = rounded(max(end, self.capacity + self.capacity // 2))
-        self.span, self.written = max(self.span, self.block_offset + count), max(self.written, end)
+        self.span, self.written = span, max(self.written, end)
 
 
 def block_mask(
@@ -252,7 +298,9 @@ def block_mask(
     layout.is_maskless = new is None and not layout.needs_mask(count)
     if layout.is_maskless:
         return None
-    kinds = mask_kinds(config)
+    if layout.kinds is None:
+        layout.kinds = mask_kinds(config)
+    kinds = layout.kinds
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
     near = {kind for kind in kinds or {"sliding_attention"} if any(name in kind for name in _NEAR)}
@@ -291,27 +339,29 @@ class RaggedLayer(CacheLayerMixin):
                 setattr(self, name, laid_out(states, layout.prompt - states.shape[dim], dim, size))
                 setattr(origin, name, None)
 
-    def _written(self, name: str, dim: int, states: Tensor) -> Tensor:
+    def _written(self, name: str, dim: int, states: Tensor, place: Place | None = None) -> Tensor:
         """Write the block's states to their columns, and return a view of the columns that attention gets."""
-        count = states.shape[dim]
-        self.layout.reserve(count)
-        size, held = self.layout.size(self.is_sliding), getattr(self, name)
-        if held is None:
-            held = laid_out(states.narrow(dim, 0, 0), 0, dim, size)
-        elif held.shape[dim] < size:
-            held = self._grown(held, dim, size)
-        # under autocast blocks may have another dtype than the prompt; both are held in the wider one, as `cat` would
-        if held.dtype != states.dtype:
-            held = held.to(torch.promote_types(held.dtype, states.dtype))
-        setattr(self, name, held)
-        stored = min(count, size)  # a ring stores the end of a longer first block, and attention gets the whole block
-        slots = self.layout.slots(self.layout.block_offset + count - stored, stored, size, states.device)
-        new = (states if stored == count else states.narrow(dim, count - stored, stored)).to(held.dtype)
+        count, held = states.shape[dim], getattr(self, name)
+        size, stored, slots, width = place or self.layout.place(count, self.is_sliding, states.device)
+        if held is None or held.shape[dim] < size or held.dtype != states.dtype:
+            held = self._laid_out(held, dim, size, states)
+            setattr(self, name, held)
+        new = states if stored == count else states.narrow(dim, count - stored, stored)
         if isinstance(slots[1], slice):
             held.narrow(dim, slots[1].start, stored).copy_(new)
         else:
-            held.movedim(dim, 1)[slots] = new.movedim(dim, 1)  # [B, C, ...] at [B, count]
-        return states if stored < count else held.narrow(dim, 0, self.layout.width(count, size))
+            held.movedim(dim, 1)[slots] = new.to(held.dtype).movedim(dim, 1)  # [B, C, ...] at [B, count]
+        return states if stored < count else held.narrow(dim, 0, width)
+
+    def _laid_out(self, held: Tensor | None, dim: int, size: int, states: Tensor) -> Tensor:
+        """Return what a layer holds in at least `size` slots.
+
+        Under autocast blocks may have another dtype than the prompt; both are held in the wider one, as `cat` would.
+        """
+        if held is None:
+            return laid_out(states.narrow(dim, 0, 0), 0, dim, size)
+        held = self._grown(held, dim, size) if held.shape[dim] < size else held
+        return held.to(torch.promote_types(held.dtype, states.dtype))
 
     def _grown(self, held: Tensor, dim: int, size: int) -> Tensor:
         """Return a layer's columns in more slots; a ring's move to others."""
@@ -331,7 +381,8 @@ class RaggedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write a block [B, H, F, D], and return views of the columns that attention gets."""
-        return self._written("keys", 2, key_states), self._written("values", 2, value_states)
+        place = self.layout.place(key_states.shape[2], self.is_sliding, key_states.device)
+        return self._written("keys", 2, key_states, place), self._written("values", 2, value_states, place)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the indexer's keys of a block [B, F, D], and return a view of the columns that attention gets."""
@@ -382,6 +433,42 @@ class RaggedLayer(CacheLayerMixin):
             seen, width = layout.visible(1, window)[:, 0], layout.width(1, layout.size(self.is_sliding))  # [B, W]
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         return keys[:, :, :width], values[:, :, :width], seen
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return what transformers' "sdpa" does, without a copy of keys and values for a `model_mask`."""
+    is_usual = kwargs.get("position_bias") is None
+    if attention_mask is None or not is_usual or (packed := getattr(attention_mask, PACKED, None)) is None:
+        if attention_mask is not None and is_usual and (blocks := blocks_of(attention_mask)) is not None:
+            parts = []
+            for start, stop, mask in blocks:
+                q, k, v = (each[:, :, start:stop] for each in (query, key, value))
+                parts.append(sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)[0])
+            return torch.cat(parts, 1), None  # [1, R, H, d] each
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    groups, (batch, heads, queries, _) = query.shape[1] // key.shape[1], query.shape
+    if (mask := packed.get((groups, query.dtype))) is None:  # additive, [B, 1, F or groups * F, W]
+        added = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(~attention_mask, -torch.inf)
+        packed[groups, query.dtype] = mask = added if queries == 1 else added.repeat(1, 1, groups, 1)
+    if groups == 1:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    beside = query.reshape(batch, heads // groups, groups * queries, -1)  # [B, H / groups, groups * F, d]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        beside, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+    return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None  # [B, F, H, d]
+
+
+AttentionInterface.register("sdpa", grouped_attention)
 
 
 def rounded(width: int) -> int:

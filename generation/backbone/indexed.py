@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from ..tensors.masks import cached_arange, cached_range
-from .cache import CacheLayout, RaggedLayer, laid_out
+from .cache import CacheLayout, Place, RaggedLayer, laid_out
 
 
 class AlignedLayer(RaggedLayer):
@@ -25,7 +25,7 @@ class AlignedLayer(RaggedLayer):
 
     fed = 0
 
-    def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
+    def _written(self, name: str, dim: int, states: torch.Tensor, place: Place | None = None) -> torch.Tensor:
         self.layout.is_maskless, self.fed = True, states.shape[dim]
         held = super()._written(name, dim, states)
         if self.layout.is_even:

@@ -86,6 +86,13 @@ class Target(CacheView, Protocol):
         """End the call: lay the cache out as the first `columns` columns of the returned sequences."""
         ...
 
+    def abandon(self) -> None:
+        """End a call that failed: a user's cache keeps no layers that only our loop can use."""
+
+    def next_positions(self) -> list[int]:
+        """Return the position of the token after every sequence's prefix; read where `has_columns`."""
+        return []
+
     def drop_finished(self, done: list[bool]) -> None:
         """Leave ended sequences out of the next forwards, where that pays; their outputs are zeros then.
 
@@ -244,7 +251,7 @@ class DynamicCacheBackbone(Target):
         raise NotImplementedError
 
     def next_positions(self) -> list[int]:
-        """Return the position of the token after every sequence's prefix; the host waits for it."""
+        """See `Target`; the host waits for it."""
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()  # the largest of the axes
 
@@ -260,6 +267,7 @@ class RaggedBackbone(DynamicCacheBackbone):
     Attributes:
         layout: The ends of the sequences in the cache.
         open: [b] int64, which of the batch they are; None: all of them.
+        masks_alone: Whether the model makes its masks of blocks itself.
     """
 
     takes_trees = True
@@ -270,7 +278,7 @@ class RaggedBackbone(DynamicCacheBackbone):
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
-        self.limit = limit
+        self.limit, self.masks_alone = limit, masks_padding_alone(self.model.config.get_text_config())
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
         kind = self.layer_type or layer_class(self.model.config)
         self.layout.install_layers(self.cache, kind)
@@ -323,8 +331,10 @@ class RaggedBackbone(DynamicCacheBackbone):
         return outputs
 
     def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
-        config, count = self.model.config.get_text_config(), depths.shape[-1]
-        mask = None if masks_padding_alone(config) else block_mask(self.layout, count, config, self.model.dtype, tree)
+        count, mask = depths.shape[-1], None
+        if not self.masks_alone:
+            config = self.model.config.get_text_config()
+            mask = block_mask(self.layout, count, config, self.model.dtype, tree)
         inputs = self.continuation.inputs(self.layout.counts[:, None] + depths, last)
         note_positions(self.cache, inputs["position_ids"])
         inputs |= {"attention_mask": mask, CACHE: self.cache, "use_cache": True}
@@ -347,6 +357,10 @@ class RaggedBackbone(DynamicCacheBackbone):
         for layer in self.cache.layers:
             if isinstance(layer, RaggedLayer):
                 _clear_after_ends(layer)
+
+    def abandon(self) -> None:
+        """See `Target`."""
+        self.align(max(self.layout.lengths))
 
     def align(self, columns: int) -> None:
         """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -12,8 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
-from ..contract import DraftSession
-from ..tensors.sampling import NumberCheck, draw
+from ..contract import DraftSession, DraftTree
+from ..tensors.sampling import draw
 from ..tensors.wrapped_models import Kwargs
 from .constraints import DraftMasks
 from .processing import Processing
@@ -167,6 +168,24 @@ def _check(use_mtp: object, number: object, schedule: object, threshold: object)
         raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie between 0 and 1")
 
 
+class NumberCheck:
+    """Numbers that drafts were chosen from, so that those that are none are noticed without a wait for the device."""
+
+    def __init__(self) -> None:
+        self.noted: list[Tensor] = []
+
+    def note(self, values: Tensor) -> None:
+        """Add [B, ...]: the largest of each row of logits, or any entry of what softmax made of them: NaN, or none."""
+        self.noted.append(values)
+
+    def taken(self, device: torch.device) -> Tensor | None:
+        """Return [B], NaN or +inf where anything is that was noted since the last call (-inf are masks); or None."""
+        noted, self.noted = [values.reshape(len(values), -1).to(device) for values in self.noted], []
+        if not noted:
+            return None
+        return (noted[0] if len(noted) == 1 else torch.cat(noted, 1)).amax(1)
+
+
 @dataclass(frozen=True, eq=False)
 class DraftOptions:
     """The options of one call for its draft session and verifier.
@@ -304,9 +323,7 @@ class DraftOptions:
 
         These tokens are drafted in any case, so that drafts still follow their distributions.
         """
-        if distribution is None or self.threshold <= 0:
-            return False
-        return bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
+        return distribution is not None and bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
     def sure_length(self, draft: Tensor, probs: Tensor) -> int:
         """Return how many tokens of whole drafts [B, m] to verify: the first of which no sequence was sure is the last.
@@ -324,6 +341,49 @@ class DraftOptions:
         if self.drafts and self.threshold and (is_tree or not session.supports_confidence_threshold):
             what = f"{'trees' if is_tree else 'drafts'} of {name}: they are verified whole."
             logger.warning_once(f"assistant_confidence_threshold={self.threshold} is not read by {what}")
+
+
+def grow_chain(
+    step: Callable[[Tensor | None], tuple[Tensor, Tensor | None]], options: DraftOptions, length: int
+) -> DraftTree:
+    """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of.
+
+    Args:
+        step: From the last drafted token [B] (None at first) to the next one, and the distribution [B, V] that it was
+            drawn from.
+        options: Of the call.
+        length: At least 1.
+    """
+    drafts, probs = list[Tensor](), list[Tensor | None]()
+    while len(drafts) < length and not (drafts and options.threshold and options.is_unsure(drafts[-1], probs[-1])):
+        token, distribution = step(drafts[-1] if drafts else None)
+        drafts.append(token)
+        probs.append(distribution)
+    return chain_of(drafts, probs, options)
+
+
+def block_chain(
+    logits: Tensor,
+    options: DraftOptions,
+    masks: DraftMasks | None,
+    draft_ids: Tensor | None = None,
+    vocab_size: int = 0,
+) -> DraftTree:
+    """Return a chain of a token for each position, up to the first that no sequence is sure of.
+
+    No drafted token changes the logits [B, m, v]; the other arguments are those of `DraftOptions.choose`.
+    """
+    # m drafts [B], each with its distribution [B, V] or None
+    drafts, probs = zip(*(options.choose(step, draft_ids, vocab_size, masks) for step in logits.unbind(1)))
+    length = options.sure_length(torch.stack(drafts, 1), torch.stack(probs, 1)) if options.threshold else len(drafts)
+    return chain_of(drafts[:length], probs[:length], options)
+
+
+def chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
+    """Return a chain of tokens [B], with their distributions where the call samples."""
+    known = [each for each in probs if each is not None and options.do_sample]
+    # [B, m], and [B, m, V]
+    return DraftTree.chain(torch.stack(list(drafts), 1), torch.stack(known, 1) if known else None)
 
 
 def chosen(

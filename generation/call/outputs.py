@@ -64,6 +64,12 @@ class Speculation:
                 self.rows_drafts[index].append(draft)
                 self.rows_depths[index].append(min(depth, len(draft)))
 
+    def time(self, started: float, drafted: float, called: float, ended: float) -> None:
+        """Add a cycle by its seconds: when it began, had its draft, had called the backbone, and ended."""
+        self.cycle_seconds += ended - started
+        self.draft_seconds += drafted - started
+        self.verify_seconds += ended - called
+
     def cut(self, new_tokens: list[int]) -> None:
         """Leave the verifications of the first `new_tokens[b]` new tokens of sequence b."""
         for accepted, drafts, depths, count in zip(self.rows_accepted, self.rows_drafts, self.rows_depths, new_tokens):

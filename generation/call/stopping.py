@@ -76,6 +76,10 @@ class Stopping:
         """Return how many more tokens a sequence of `length` may get."""
         return 2**31 if self.max_length is None else self.max_length - length
 
+    def most_left(self, lengths: list[int], done: list[bool]) -> int:
+        """Return how many more tokens the shortest of the open sequences may get; 1 where all have ended."""
+        return max([self.tokens_left(n) for n, over in zip(lengths, done) if not over], default=1)
+
     def hold(self, hold: Callable[[str, Tensor], Tensor], device: torch.device) -> None:
         """Keep what `counts` compares with at constant addresses (`CacheView.held`)."""
         self.eos_ids = hold("stopping.eos", torch.tensor(sorted(self.eos), dtype=torch.long, device=device))  # [E]

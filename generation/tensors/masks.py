@@ -1,7 +1,8 @@
-"""Masks of what every position sees, attention that reads them, and index tensors that are made once.
+"""Masks of what every position sees, and index tensors that are made once.
 
 transformers' "sdpa" repeats keys and values for every query head where there is a mask: a copy of the cache in every
-forward. With a `model_mask`, the queries of a group lie side by side instead, and only the mask is repeated.
+forward. With a `model_mask`, the queries of a group lie side by side instead, and only the mask is repeated
+(`backbone.cache.grouped_attention`).
 
 Where rows are joined without padding, "sdpa" multiplies all pairs of tokens and then masks those of other rows. Here it
 is called for one document at a time, or for a few short ones.
@@ -17,9 +18,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
+
+PACKED = "packed_for_groups"
+"""Attribute of a `model_mask`: its forms for grouped queries, made by the first layer for all."""
 
 
 def check_attention(config: PreTrainedConfig, needing: str) -> None:
@@ -37,26 +40,13 @@ def model_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | N
     mask = visible[:, None]  # [B, 1, F, W]
     if dtype is not None and config._attn_implementation != "sdpa":
         return additive_mask(mask, dtype)
-    setattr(mask, _PACKED, {})
+    setattr(mask, PACKED, {})
     return mask
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bool mask as the finite values that attention adds, so that the softmax over no column is finite."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-_PACKED = "packed_for_groups"
-"""Attribute of a `model_mask`: its forms for grouped queries, made by the first layer for all."""
-
-
-def _packed(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask [B, 1, F, W] for the queries of a group side by side, additive, [B, 1, F or groups * F, W]."""
-    known = getattr(mask, _PACKED)
-    if (groups, dtype) not in known:
-        added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-        known[groups, dtype] = added if mask.shape[2] == 1 else added.repeat(1, 1, groups, 1)
-    return known[groups, dtype]
 
 
 _BLOCKS = "blocks_of_documents"
@@ -106,38 +96,6 @@ def blocks_of(mask: Tensor | None) -> list[tuple[int, int, Tensor | None]] | Non
     return getattr(mask, _BLOCKS, None)
 
 
-def grouped_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Return what transformers' "sdpa" does, without a copy of keys and values for a `model_mask`."""
-    blocks = blocks_of(attention_mask)
-    if blocks is not None and kwargs.get("position_bias") is None:
-        parts = []
-        for start, stop, mask in blocks:
-            q, k, v = (each[:, :, start:stop] for each in (query, key, value))
-            parts.append(sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)[0])  # [1, R, H, d]
-        return torch.cat(parts, 1), None
-    groups, (batch, heads, queries, _) = query.shape[1] // key.shape[1], query.shape
-    is_ours = kwargs.get("position_bias") is None and getattr(attention_mask, _PACKED, None) is not None
-    if attention_mask is not None and is_ours:
-        attention_mask = _packed(attention_mask, groups, query.dtype)
-        if groups > 1:
-            packed = query.reshape(batch, heads // groups, groups * queries, -1)  # [B, H / groups, groups * F, d]
-            output = torch.nn.functional.scaled_dot_product_attention(
-                packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-            )
-            return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None  # [B, F, H, d]
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-
-
-AttentionInterface.register("sdpa", grouped_attention)
 AttentionMaskInterface.register("sdpa", mask_by_documents)
 
 

@@ -19,24 +19,6 @@ import torch
 from torch import Tensor
 
 
-class NumberCheck:
-    """Numbers that drafts were chosen from, so that those that are none are noticed without a wait for the device."""
-
-    def __init__(self) -> None:
-        self.noted: list[Tensor] = []
-
-    def note(self, values: Tensor) -> None:
-        """Add [B, ...]: the largest of each row of logits, or any entry of what softmax made of them: NaN, or none."""
-        self.noted.append(values)
-
-    def taken(self, device: torch.device) -> Tensor | None:
-        """Return [B], NaN or +inf where anything is that was noted since the last call (-inf are masks); or None."""
-        noted, self.noted = [values.reshape(len(values), -1).to(device) for values in self.noted], []
-        if not noted:
-            return None
-        return (noted[0] if len(noted) == 1 else torch.cat(noted, 1)).amax(1)
-
-
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return one token from each of the unnormalised distributions [..., v]: [...] int64."""
     return draw_checked(weights, generator)[0]

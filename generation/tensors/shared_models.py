@@ -152,7 +152,8 @@ def check_whole(model: nn.Module, purpose: str) -> None:
 
 def holds_shares(model: nn.Module, learn: bool = False) -> bool:
     """Return whether this process has shares of a model's weights, of such as `learn`."""
-    return any(isinstance(each, DTensor) and each.requires_grad >= learn for each in model.parameters())
+    shared = [each for each in model.parameters() if isinstance(each, DTensor)]
+    return any(each.requires_grad >= learn for each in shared)
 
 
 def training_size(model: nn.Module, reader: str) -> int | None:

@@ -1,9 +1,9 @@
-"""How drafters grow drafts: chains token by token or at once, and trees level by level."""
+"""How drafters grow trees of drafts, level by level."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,57 +14,11 @@ from ..contract import DraftTree, taken
 from ..tensors.wrapped_models import Kwargs
 from .building import check_size, drawn_tree, dynamic_tree, frontier_size, ranked_tree, static_tree
 
-if TYPE_CHECKING:
-    pass
-
 _DEFAULTS: Kwargs = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
 _KEYS = (*_DEFAULTS, "best_first")
 DEEPEST = 8
 """The longest path that is tried, in tokens."""
-
-
-def grow_chain(
-    step: Callable[[Tensor | None], tuple[Tensor, Tensor | None]], options: DraftOptions, length: int
-) -> DraftTree:
-    """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of.
-
-    Args:
-        step: From the last drafted token [B] (None at first) to the next one, and the distribution [B, V] that it was
-            drawn from.
-        options: Of the call.
-        length: At least 1.
-    """
-    drafts, probs = list[Tensor](), list[Tensor | None]()
-    while len(drafts) < length and not (drafts and options.is_unsure(drafts[-1], probs[-1])):
-        token, distribution = step(drafts[-1] if drafts else None)
-        drafts.append(token)
-        probs.append(distribution)
-    return chain_of(drafts, probs, options)
-
-
-def block_chain(
-    logits: Tensor,
-    options: DraftOptions,
-    masks: DraftMasks | None,
-    draft_ids: Tensor | None = None,
-    vocab_size: int = 0,
-) -> DraftTree:
-    """Return a chain of a token for each position, up to the first that no sequence is sure of.
-
-    No drafted token changes the logits [B, m, v]; the other arguments are those of `DraftOptions.choose`.
-    """
-    # m drafts [B], each with its distribution [B, V] or None
-    drafts, probs = zip(*(options.choose(step, draft_ids, vocab_size, masks) for step in logits.unbind(1)))
-    length = options.sure_length(torch.stack(drafts, 1), torch.stack(probs, 1)) if options.threshold else len(drafts)
-    return chain_of(drafts[:length], probs[:length], options)
-
-
-def chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
-    """Return a chain of tokens [B], with their distributions where the call samples."""
-    known = [each for each in probs if each is not None and options.do_sample]
-    # [B, m], and [B, m, V]
-    return DraftTree.chain(torch.stack(list(drafts), 1), torch.stack(known, 1) if known else None)
 
 
 class Growth(Protocol):

@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import DraftTree, VerificationResult
+from ..contract import DraftTree, VerificationResult, follow
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, draw_checked, pick
-from .tree_rules import check_rule, follow, verify_drawn_tree
+from .tree_rules import check_rule, verify_drawn_tree
 
 TRACE = 1e-30
 """Share of the target that decides where rounding left no residual; far below the precision of what it is added to."""

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..contract import DraftTree, VerificationResult, path_columns
+from ..contract import DraftTree, VerificationResult, descend, elder_siblings, path_columns
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw
 
@@ -178,39 +178,3 @@ def _post_order(tree: DraftTree) -> Tensor:
     below = mask.sum(1)
     before = (elder_siblings(tree) * below[:, None, 1:]).sum(-1)
     return (mask[:, :, 1:] * before[:, None]).sum(-1) + below - 1
-
-
-def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
-    """Follow the target's picks from b down, as long as there is a child with the pick, and add the pick at the end.
-
-    Args:
-        tree: Any tree; its distributions are not read.
-        picks: [B, m + 1] int64, the token that the target picks after every index: the argmax of its scores, or a draw
-            that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
-    """
-    if not tree.tokens.shape[1]:
-        return VerificationResult(torch.zeros_like(picks[:, 0]), picks)
-    if tree.is_chain:
-        agrees = _of_real(tree, tree.tokens == picks[:, :-1])  # [B, m]
-        return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
-    reached = descend(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))  # [B, m + 1]
-    columns = path_columns(reached, tree.depth)  # [B, k + 1]
-    return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
-
-
-def _of_real(tree: DraftTree, wanted: Tensor) -> Tensor:
-    real = tree.real()
-    return wanted if real is None else wanted & real
-
-
-def elder_siblings(tree: DraftTree) -> Tensor:
-    """Return whether node j is an elder sibling of node i, [B, m, m] bool."""
-    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)  # [m]
-    return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])  # [B, m, m]
-
-
-def descend(tree: DraftTree, wanted: Tensor) -> Tensor:
-    """Return the indices [B, m + 1] bool on the way down to the first wanted child of each, b's among them."""
-    taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)  # [B, m]
-    taken = torch.nn.functional.pad(taken, (1, 0), value=True)  # [B, m + 1], b is always taken
-    return (taken[:, None] | ~tree.mask()).all(-1)  # an index counts where all its ancestors are taken

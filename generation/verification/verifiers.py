@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..call.sequences import Sequences
-from ..contract import DraftTree, VerificationResult
+from ..contract import DraftTree, VerificationResult, follow
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, pick, stream_uniforms
 from .rules import TRACE, block_surplus, verify_sampled
-from .tree_rules import follow
 
 
 class Verifier(Protocol):

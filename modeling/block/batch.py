@@ -15,8 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.block_losses import BlockRecipe
 from ...generation.tensors.masks import model_mask
-from .masks import seen_rows, window_of
-from .network import BlockNetwork
+from .network import BlockNetwork, seen_rows, window_of
 
 _LEAST_ROWS = 256
 """Rows that run together, at least: they see columns of the context, and each other's for nothing."""

@@ -36,8 +36,7 @@ from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import check_kind, new_config, warn_of_kind
 from ..common.foreign import ForeignLayoutsMixin, Stored, optional_file
-from .layouts import OVERRIDES, check_overrides, checked_layout, foreign_drafter, written
-from .layouts.known import default_ids
+from .layouts import OVERRIDES, check_overrides, checked_layout, default_ids, foreign_drafter, written
 from .learning import BlockLearner
 from .session import BlockSession
 

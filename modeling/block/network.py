@@ -10,26 +10,131 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.cache_names import CACHE
 from ...generation.contract import DraftTree, taken
-from ...generation.tensors.masks import cached_arange, check_attention
+from ...generation.tensors.masks import cached_arange, check_attention, model_mask
 from ...generation.tensors.wrapped_models import untyped
 from ..common.backbone_parts import dtype_of, frozen, output_embeddings
 from ..common.learning import DraftModel, States
 from ..heads.window_distribution import PartialDistribution, WindowDistribution, exact
 from .laws import LAWS, BlockLaw, ConfidenceHead
-from .layer import BlockLayer
-from .masks import block_masks
+
+
+def window_of(config: BlockDrafterConfig, kind: str) -> int | None:
+    """Return how far back rows of a kind of layer see, themselves included; None: as far as there are columns."""
+    return config.sliding_window if kind == "sliding_attention" else None
+
+
+def seen_rows(config: BlockDrafterConfig, kind: str, device: torch.device) -> Tensor:
+    """Return which rows of its block each row sees in layers of a kind, [S, S] bool."""
+    rows, window = cached_arange(config.block_size, device), window_of(config, kind)
+    distance = rows[:, None] - rows  # [S, S]
+    is_causal = config.sliding_causal if kind == "sliding_attention" else config.causal
+    seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance.abs() < window)
+
+
+def sees_all(config: BlockDrafterConfig) -> bool:
+    """Return whether every row sees all of its block and its context in every layer."""
+    return {*(config.layer_types or ())} == {"full_attention"} and not config.causal
+
+
+def block_masks(
+    config: BlockDrafterConfig, width: int, real: Tensor | None, rows: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor | None]:
+    """Return the masks of one block behind a context, by kind of layer.
+
+    Args:
+        config: The drafter's.
+        width: C, columns of the context.
+        real: [B, C] bool, which of them are no padding; None: all.
+        rows: [B, S, d] of the block.
+        dtype: Of the masks, where they are added to scores.
+    """
+    kinds = [*dict.fromkeys(config.layer_types or ())]
+    if real is None and sees_all(config):
+        return dict.fromkeys(kinds)
+    batch, size, device = len(rows), config.block_size, rows.device
+    column = cached_arange(width, device) if real is None else real.to(device).long().cumsum(1) - 1  # [C] or [B, C]
+    ends = column.new_tensor(width).expand(batch) if real is None else column[:, -1] + 1  # [B]
+    masks: dict[str, Tensor | None] = {}
+    for kind in kinds:
+        window = window_of(config, kind) or width + size + 1
+        ahead = ends[:, None, None] + cached_arange(size, device)[:, None] - column.expand(batch, -1)[:, None]
+        before = ahead < window  # [B, S, C]
+        before = before if real is None else before & real.to(device)[:, None]
+        within = seen_rows(config, kind, device).expand(batch, -1, -1)  # [B, S, S]
+        masks[kind] = model_mask(torch.cat([before, within], -1), config, dtype)
+    return masks
+
+
+class BlockLayer(Qwen3DecoderLayer):
+    """A layer over the rows of blocks; keys and values of the context are in the cache before it is called."""
+
+    def __init__(self, config: BlockDrafterConfig, index: int) -> None:
+        super().__init__(untyped(config), index)
+        self.self_attn.is_causal = False  # without a mask a row sees all of the block
+        if config.conv_kernel_size is not None:
+            self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        """Map rows [B, R, d] to [B, R, d]; `options` are keyword arguments of the attention."""
+        if self.self_attn.config.conv_kernel_size is None:
+            return super().forward(hidden_states, **options)
+
+        def attend(rows: Tensor) -> Tensor:
+            return self.self_attn(hidden_states=rows, **options)[0]
+
+        hidden = hidden_states + self.attention_conv(self.input_layernorm(hidden_states), attend)  # [B, R, d]
+        return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
+
+
+class BlockConvolution(nn.Module):
+    """Causal convolutions along a block, before and after a sublayer; the kernels depend on the row.
+
+    Channel c of row t becomes the sum over taps s of (base_s,c + delta_t,s,group(c)) times that of row t - s; there is
+    nothing before row 0. Both kernels come from the sublayer's normed input.
+    """
+
+    def __init__(self, config: BlockDrafterConfig) -> None:
+        super().__init__()
+        self.taps, self.block, width = config.conv_kernel_size or 1, config.block_size, config.hidden_size
+        self.groups = width // config.conv_group_size
+        base = torch.zeros(2, self.taps, width)
+        base[:, 0] = 1  # the identity
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(width, 2 * self.taps * self.groups, bias=False)
+
+    def forward(self, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what is added to the residual, [B, R, d], from normed rows of blocks that follow each other."""
+        blocks = normed.unflatten(1, (-1, self.block))  # [B, A, S, d]
+        varied = self.kernel_projection(blocks).unflatten(-1, (2, self.taps, self.groups, 1))  # [B, A, S, 2, T, G, 1]
+        base = self.base_kernel.unflatten(-1, (self.groups, -1))  # [2, T, G, g]
+        before, after = (base + varied).flatten(-2).unbind(-3)  # [B, A, S, T, d] twice
+        inner = sublayer(self._mixed(blocks, before).flatten(1, 2))  # [B, R, d]
+        return self._mixed(inner.unflatten(1, (-1, self.block)), after).flatten(1, 2)
+
+    def _mixed(self, blocks: Tensor, kernels: Tensor) -> Tensor:
+        """Return blocks [B, A, S, d] mixed along S by kernels [B, A, S, T, d]."""
+        padded = nn.functional.pad(blocks, (0, 0, self.taps - 1, 0))  # [B, A, T - 1 + S, d]
+        windows = padded.unfold(2, self.taps, 1).flip(-1)  # [B, A, S, d, T], the row itself first
+        return (windows.transpose(-1, -2) * kernels).sum(-2)
+
 
 _PIECE = 4096
 """Tokens whose states stand side by side at once."""

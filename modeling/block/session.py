@@ -31,9 +31,8 @@ from ...generation.contract import (
 from ...generation.tensors.masks import cached_arange, cached_range, model_mask, to_device
 from ...generation.trees.building import of_real
 from ...generation.trees.growth import grow
-from ..heads.session import HeadSession, WindowGrowth
-from .masks import seen_rows, sees_all, window_of
-from .network import Block, BlockNetwork, JointProjection
+from ..heads.attached import HeadSession, WindowGrowth
+from .network import Block, BlockNetwork, JointProjection, seen_rows, sees_all, window_of
 
 
 class BlockSession(HeadSession):

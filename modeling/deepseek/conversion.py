@@ -3,15 +3,20 @@
 A checkpoint holds module k as layer L + k of the main model. So the main model's own class, extended by these layers
 and the few parts that a plain layer lacks, loads everything at once, with all that transformers knows about fused
 experts, quantised weights, shards, dtypes and devices. Afterwards the extra layers are taken out again (`split`).
+
+Before it, headers are checked for what transformers would load wrongly without a warning: modules that are missing or
+not announced, and quantised weights without scales. transformers also dequantises float8, but takes the block size from
+the number of scales, which is wrong where the matrix ends within a block, and cannot save the model afterwards.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,22 +31,151 @@ from transformers import (
 )
 
 from ...configuration.fields import field
+from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import (
     SAME,
     MiMoConfig,
     MTPFamily,
+    announced_modules,
     count_modules,
     family_of,
     num_layers,
     set_modules,
 )
-from ...generation.tensors.tensor_files import weight_files
-from ...generation.tensors.wrapped_models import Kwargs, untyped
+from ...generation.tensors.tensor_files import (
+    Names,
+    read_tensors,
+    renamed,
+    tensor_dtypes,
+    unlisted_file,
+    weight_files,
+    wrapped_names,
+)
+from ...generation.tensors.wrapped_models import Kwargs, untyped, whole_state
 from ..common.backbone_parts import final_norm, layer_kind
+from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..common.loading import StrictLoadingMixin
-from .checkpoint_files import dequantized_tensors
 from .main_model import last_map
 from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection
+
+SCALES = ("weight_scale_inv", "weight_scale", "scale")
+"""Suffixes of the tensors that may hold a weight's scales."""
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BLOCK = (128, 128)
+
+
+def check_checkpoint(
+    name: str | PathLike, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
+) -> tuple[PreTrainedConfig, bool]:
+    """Check the names and dtypes of a checkpoint's tensors.
+
+    Return the configuration to load with, and whether modules repeat the main model's embeddings and head.
+    """
+    family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
+    dtypes = tensor_dtypes(name, variant, **hub)
+    _check_scales(name, dtypes, config)
+    if reason := wrapped_names(dtypes):
+        raise ValueError(f"{name}: {reason}")
+    if inference_only:
+        return config, False
+    stored = _count_stored(dtypes, family, layers)
+    if not stored or stored != (stored if wanted is None else wanted):
+        prefixes = [each for k in range((wanted or 0) + 1) for each in family.prefixes(layers, k)]
+        if file := unlisted_file(name, lambda key: key.startswith(tuple(prefixes)) and key not in dtypes):
+            raise ValueError(
+                f"{name}: {file} holds tensors of modules ({prefixes[0]}*), but no index lists it: add them to the "
+                "weight_map of model.safetensors.index.json"
+            )
+    if not stored:
+        example = family.prefixes(layers, 0)[0]
+        raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
+    if wanted is None:  # as in official files of some families
+        config = copy.deepcopy(config)
+        set_modules(config, stored)
+    elif stored != wanted:
+        raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {stored} modules")
+    copies = {
+        copy_: family.file_name(f"{family.stem}.layers.{layers}.{copy_}", layers, stored) for copy_ in family.copies
+    }
+    shared = bool(copies) and all(key in dtypes for key in copies.values())
+    return _spare_projection(config, dtypes), shared
+
+
+def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
+    """Return the number of consecutive modules that have any tensor."""
+    names, count = list(names), 0
+    while (prefixes := tuple(family.prefixes(layers, count))) and any(name.startswith(prefixes) for name in names):
+        count += 1
+    return count
+
+
+def _check_scales(name: str | PathLike, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
+    """Refuse float8 codes without scales: they would load as weights that are hundreds of times too large."""
+    codes = [key for key, dtype in dtypes.items() if dtype.startswith(("F8_E4M3", "F8_E5M2"))]
+    codes = [key for key in codes if key.endswith(".weight")]
+    if codes and field(config, "quantization_config") is None:
+        raise ValueError(f"{name}: {codes[0]} is stored as float8, but config.json has no quantization_config")
+    stems = [key.removesuffix("weight") for key in codes]
+    bare = [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]
+    if bare:
+        raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
+
+
+def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:
+    """Exclude `eh_proj` from transformers' FP8 quantizer where the file has it unquantised (DeepSeek's)."""
+    quantization = field(config, "quantization_config")
+    ends = "eh_proj.weight", ".e_proj.weight", ".h_proj.weight"
+    plain = all(not dtype.startswith("F8") for key, dtype in dtypes.items() if key.endswith(ends))
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8" or not plain:
+        return config
+    config = copy.deepcopy(config)
+    spared = quantization.get("modules_to_not_convert") or ["lm_head"]  # transformers' default
+    config.quantization_config = quantization | {"modules_to_not_convert": [*spared, "eh_proj"]}
+    return config
+
+
+def is_to_be_dequantized(config: PreTrainedConfig, requested: object = None) -> bool:
+    """Return whether float8 weights are dequantised at loading: where `requested`, or without a GPU for float8."""
+    if _option(field(config, "quantization_config"), "quant_method") != "fp8":
+        return False
+    capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return not capable or bool(_option(requested, "dequantize"))
+
+
+def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return all tensors of safetensors files; float8 weights are multiplied by their scales and have `dtype`."""
+    tensors = read_tensors(files)
+    block = _option(config.quantization_config, "weight_block_size") or _BLOCK
+    for key in [key for key, tensor in tensors.items() if tensor.dtype in _CODES]:
+        stem = key.removesuffix("weight")
+        scales = next(tensors.pop(stem + name) for name in SCALES if stem + name in tensors)
+        tensors[key] = dequantize(tensors[key], scales, block).to(dtype)
+    return {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
+
+
+def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -> Tensor:
+    """Return codes [M, N] times the scale of their block, in float32.
+
+    Args:
+        codes: float8.
+        scales: [ceil(M / block[0]), ceil(N / block[1])], or one number; uint8 ones are exponents biased by 127.
+        block: Rows and columns that share a scale; the last blocks may be smaller.
+    """
+    factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+    if factors.numel() == 1:
+        return codes.float() * factors.reshape(())
+    wanted = tuple(-(-size // step) for size, step in zip(codes.shape, block))
+    if tuple(factors.shape) != wanted:
+        shape, actual = tuple(codes.shape), tuple(factors.shape)
+        raise ValueError(f"a float8 weight {shape} in blocks of {tuple(block)} needs scales {wanted}, not {actual}")
+    for dim, step in enumerate(block):
+        factors = factors.repeat_interleave(step, dim).narrow(dim, 0, codes.shape[dim])
+    return codes.float() * factors
+
+
+def _option(quantization: object, name: str) -> Any:
+    return quantization.get(name) if isinstance(quantization, dict) else getattr(quantization, name, None)
+
 
 PER_LAYER = (
     *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
@@ -381,3 +515,147 @@ def load_dequantized(
     with suppress(OSError):
         main.generation_config = GenerationConfig.from_pretrained(name, **hub)
     return main, modules, report
+
+
+_PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj."}
+_PARTS |= {"{last}.": "norm.", "shared_head.output.": "head.", "embed_tokens.": "embed_tokens.", "": "block."}
+"""Prefixes of the parts of a module, in DeepSeek-V3 and here."""
+_OURS = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
+
+
+class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
+    """A main model and its modules, saved and restored in the official layout. See `DeepSeekMTP` for attributes."""
+
+    main: PreTrainedModel
+    mtp: MTPModules
+    loss_options: ModuleLossOptions
+    shared_copies: bool
+    draft_vocabulary: DraftVocabulary | None = None
+    _loaded_so_far: dict[str, Tensor] | None = None
+    _optional_files = (FILE,)
+
+    def set_draft_vocabulary(self, ids: TokenIds | None) -> None:
+        """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
+
+        Output does not change, because the main model uses its whole vocabulary. The ids are saved with the weights.
+
+        Args:
+            ids: [U] distinct token ids, see `frequent_tokens`; None: all tokens again.
+
+        Raises:
+            ValueError: No ids, ids out of range, or a repeated id.
+        """
+        self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.get_text_config().vocab_size)
+
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Write one ordinary checkpoint that transformers, vLLM and SGLang read.
+
+        It has the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
+        experts one by one, with copies of embeddings and head where the model was loaded with them.
+        """
+        if vars(self.main).get("hf_quantizer") is not None:
+            raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
+        state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
+        self._save_main(directory, state, is_main_process, **kwargs)
+        if is_main_process and self.draft_vocabulary is not None:
+            self.draft_vocabulary.save(directory)
+
+    def _official_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        layers, family = num_layers(self.config), family_of(self.config)
+        state = renamed(state, _names(self.config, self.mtp.count), "this model", back=True)
+        if self.shared_copies:
+            embeddings = state[f"{family.stem}.embed_tokens.weight"]
+            sources = {
+                "embed_tokens.weight": embeddings,
+                "shared_head.head.weight": state.get("lm_head.weight", embeddings),
+            }
+            for index in range(self.mtp.count):
+                state |= {
+                    f"{family.stem}.layers.{layers + index}.{name}": sources[name].clone() for name in family.copies
+                }
+        return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
+
+    def _save_main(self, directory: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
+        """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
+        config, options = self.main.config, self.loss_options.changed()
+        before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
+        vars(config).pop(_OURS, None)
+        set_modules(config, self.mtp.count)
+        if options:
+            config.mtp_loss = options
+        else:
+            vars(config).pop("mtp_loss", None)
+        try:
+            self.main.save_pretrained(directory, is_main_process=is_main_process, state_dict=state, **kwargs)
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Load this model's own names, or those of a saved checkpoint, which a resuming Trainer reads file by file.
+
+        Experts may be spread over several files. With `strict=False` they are collected until all are there.
+        """
+        if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        config = self.main.config
+        state_dict, self._loaded_so_far = (self._loaded_so_far or {}) | dict(state_dict), None
+        if not strict and _size(state_dict, family_of(config).copies) < self._size_in_files():
+            self._loaded_so_far = state_dict
+            return super().load_state_dict({}, strict=False)
+        main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
+        parts = {"main": main, "mtp": modules}
+        loaded = {f"{part}.{name}": tensor for part in parts for name, tensor in parts[part].state_dict().items()}
+        return super().load_state_dict(loaded, strict, assign)
+
+    def _size_in_files(self) -> int:
+        """Return the number of weights in a saved checkpoint of this model, without copies."""
+        return _size({str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()}, ())
+
+
+def _is_official(name: str) -> bool:
+    """Return whether a name is a family's (`mtp.fc.weight`, `mtp.0.attn.`) and not ours (`mtp.0.eh_proj.weight`)."""
+    first, index, part, *_ = name.split(".")
+    return first == "mtp" and not (index.isdigit() and f"{part}." in _PARTS.values())
+
+
+def _size(tensors: dict[str, Tensor], ignored: tuple[str, ...]) -> int:
+    copies = {name for name in tensors if name.endswith(ignored) and name.count(".") > 2}
+    return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
+
+
+def _names(config: PreTrainedConfig, count: int) -> Names:
+    """Return DeepSeek-V3's names of a model with so many modules, and those of `DeepSeekMTP`."""
+    family, layers = family_of(config), num_layers(config)
+    indices = [(f"{family.stem}.layers.{layers + k}.", f"mtp.{k}.") for k in range(count)]
+    parts = {part.format(last=family.last_part): own for part, own in _PARTS.items()}
+    pairs = [(theirs + part, ours + own) for theirs, ours in indices for part, own in parts.items()] + indices
+    return [(theirs + "{rest}", ours + "{rest}") for theirs, ours in (*pairs, ("", "main."), ("", ""))]
+
+
+def own_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
+    """Rename the device map of an extended main model to the names of a `DeepSeekMTP`."""
+    if "" in devices:
+        return devices
+    names = _names(config, count_modules(config))
+    result = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
+    return {name.strip("."): device for name, device in result.items()}
+
+
+def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
+    """Revert `own_device_map`; entries that have the checkpoint's names already are unchanged.
+
+    Args:
+        devices: Devices by prefixes of names, as accelerate infers them from a `DeepSeekMTP`, or as in
+            `hf_device_map`. `"main"` and `"mtp"` are for all parts without an entry.
+        config: The main model's configuration.
+    """
+    count = count_modules(config)
+    each = {part: device for part, device in devices.items() if part != "mtp"}
+    if "mtp" in devices:
+        each = {f"mtp.{k}": devices["mtp"] for k in range(count)} | each
+    names = _names(config, count)
+    result = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
+    return {name.strip("."): device for name, device in result.items()}

@@ -26,11 +26,17 @@ from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..common.outputs import DeepSeekMTPOutput, OwnLossMixin
 from ..heads.losses import counts_of_update, depth_targets
-from .checkpoint_files import check_checkpoint, is_to_be_dequantized
-from .conversion import build, load, load_dequantized
-from .export import OfficialCheckpointModel, official_device_map, own_device_map
-from .learning import ModuleLearningMixin
-from .losses import router_loss
+from .conversion import (
+    OfficialCheckpointModel,
+    build,
+    check_checkpoint,
+    is_to_be_dequantized,
+    load,
+    load_dequantized,
+    official_device_map,
+    own_device_map,
+)
+from .losses import ModuleLearningMixin, router_loss
 from .main_model import prompt_parts, run_main, with_state
 from .modules import MTPModules
 from .session import ModuleSession

@@ -32,7 +32,7 @@ from ...generation.backbone.drafting import drafter_layout, of_accepted
 from ...generation.backbone.indexed import real_tokens
 from ...generation.backbone.target import note_positions
 from ...generation.call.constraints import DraftMasks
-from ...generation.call.options import DraftOptions
+from ...generation.call.options import DraftOptions, chain_of
 from ...generation.call.sequences import NewTokens, Sequences
 from ...generation.contract import (
     CacheView,
@@ -45,9 +45,9 @@ from ...generation.contract import (
 )
 from ...generation.tensors.masks import cached_arange, cached_range
 from ...generation.tensors.wrapped_models import Kwargs
-from ...generation.trees.growth import Ancestry, chain_of, grow, most_nodes
+from ...generation.trees.growth import Ancestry, grow, most_nodes
 from ..common.backbone_parts import part_logits
-from .learning import ModuleLearningMixin
+from .losses import ModuleLearningMixin
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""

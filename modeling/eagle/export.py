@@ -15,7 +15,7 @@ from ...configuration.fields import refuse
 from ...generation.tensors.tensor_files import Fields, write_json
 from ...generation.tensors.wrapped_models import input_embeddings
 from ..common.drafter_configs import speculators_fields
-from .layouts import AUX_IDS
+from .conversion import AUX_IDS
 from .modules import EagleNetwork
 
 _LLAMA_FIELDS = (

@@ -4,29 +4,144 @@ EAGLE-3's training-time test (2503.01840, section 3.2) is all steps with gradien
 the same with outputs detached between steps, and adds a document's first rows again in later steps; EAGLE-1 is step 0
 alone.
 
-Memory: rows of the later steps run block by block, and logits exist for one chunk of rows at a time; neither grows with
-the number of steps. The block loss reads all steps of a row together, so its blocks are recomputed in backward.
+Row t of step i reads the output of row t of step i - 1 and the embedding of token t + 1 + i, at position t + i; of a
+P-EAGLE head, from step 1 on, the features and the token of rows that know nothing. It sees step 0 up to column t, and
+of every later step its own column, as a drafted row does. So each step is a call of `head.rows` on a cache, and rows of
+the later steps run block by block: they see only step 0 of other rows.
+
+Memory grows with neither the number of steps nor the vocabulary. `_SummedSteps` makes the gradients of a block as soon
+as its terms are there: outputs and columns of step 0 are leaves of every block's graph, and their summed gradients go
+through step 0 once, in the end. Nothing is computed twice, logits exist for one chunk of rows at a time, and the
+teacher's once per block for all steps. The block loss reads all steps of a row together, so its blocks are recomputed
+in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.loss_options import ResolvedEagleOptions
+from ...generation.tensors.masks import by_documents
+from ...generation.tensors.shared_models import gather
 from ..common.backbone_parts import BackboneParts
+from ..common.chunks import LOGITS_PER_CHUNK, Made, add_product, made_in_forward, new_total
 from ..common.outputs import EagleOutput
-from ..common.teacher import block_terms, sequence_log_probs
+from ..common.teacher import acceptance, block_terms, divergence, logit_summaries, sequence_log_probs
 from ..heads.losses import IGNORE
-from .batch import TrainingBatch
 from .modules import EagleNetwork
-from .steps import Steps, summed_steps
-from .terms import DISTRIBUTION_WEIGHT, row_likelihoods
+
+BLOCK = 128
+"""Rows of a sequence in one block of the later steps."""
+DISTRIBUTION_WEIGHT = 0.1
+"""Weight of the cross-entropy of distributions, relative to the regression of features (EAGLE-1, section 4.2)."""
+
+
+@dataclass
+class TrainingBatch:
+    """A batch of sequences and the backbone's last hidden states: which rows have a target in a step, what they see.
+
+    Attributes:
+        input_ids: [B, L] int64.
+        labels: [B, L] int64, -100 where a token is not a target.
+        positions: [B, L] int64.
+        documents: [B, L] int64, the number of each token's document; -1 for padding.
+        states: [B, L, D], the backbone's last hidden states.
+        is_whole: Every sequence is one document without padding.
+        summaries: [B, L, 2], the `logit_summaries` of the states, where they are known already.
+        kept: [steps, rows] bool, rows of each step that count, which had counted in the step before; None: all.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor
+    states: Tensor
+    is_whole: bool
+    summaries: Tensor | None = None
+    kept: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        labels: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        states: Tensor,
+        summaries: Tensor | None = None,
+    ) -> TrainingBatch:
+        """Return a batch from the arguments of a model's forward."""
+        real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+        is_whole, documents = mask is None and positions is None, torch.zeros_like(input_ids)
+        if positions is None:
+            positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        else:
+            positions = positions.expand(input_ids.shape)
+            documents = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).long().cumsum(1)
+        documents = documents.masked_fill(~real, -1)
+        return cls(input_ids, labels, positions, documents, states, is_whole, summaries)
+
+    def with_a_row(self, features: Tensor) -> tuple[Tensor, TrainingBatch]:
+        """Return features [B, L, d] and the batch, padded on the right where it is too short to have a row.
+
+        Such a row counts nowhere; with it every parameter gets its gradient, as in the other processes.
+        """
+        missing = 3 - features.shape[1]
+        if missing <= 0:
+            return features, self
+
+        def padded(values: Tensor, fill: int = 0) -> Tensor:
+            return nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, missing), value=fill)
+
+        fills = {"labels": IGNORE, "documents": -1}
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        fields = {name: padded(value, fills.get(name, 0)) for name, value in fields.items()}
+        return padded(features), replace(self, is_whole=False, **fields)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of step 0; the last two tokens have none, because no token follows their pair."""
+        return max(self.input_ids.shape[1] - 2, 0)
+
+    @property
+    def following(self) -> Tensor:
+        """The label of the token after each state, [B, L]; -100 where there is none."""
+        return nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
+
+    def ahead(self, values: Tensor, start: int, stop: int, by: int) -> Tensor:
+        """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
+        last = values.shape[1] - 1
+        return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of every token's document, [B, L]; of padding any number above 0."""
+        numbers = self.documents.clamp(min=0)
+        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
+        return sizes.gather(1, numbers).clamp(min=1)
+
+    def counted(self, step: int) -> Tensor:
+        """Return which rows of a step have a target, [B, num_rows] bool."""
+        rows = self.num_rows
+        document = self.documents[:, :rows]
+        reach = nn.functional.pad(self.documents, (0, step), value=-1)[:, 2 + step : 2 + step + rows]
+        label = nn.functional.pad(self.labels, (0, step), value=IGNORE)[:, 2 + step : 2 + step + rows]
+        found = (document >= 0) & (document == reach) & (label != IGNORE)
+        return found if self.kept is None else found & self.kept[step]
+
+    def visible(self, start: int, stop: int) -> Tensor:
+        """Return which columns 0 .. stop - 1 of step 0 rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
+        columns = torch.arange(stop, device=self.documents.device)
+        same = self.documents[:, start:stop, None] == self.documents[:, None, :stop]
+        return (same & (columns <= columns[start:, None]))[:, None]
 
 
 def eagle_loss(
@@ -59,7 +174,10 @@ def eagle_loss(
         sums = _BlockLoss(head, batch, options).sums(features)
         loss = (sums[:, 0] * weights).sum()
     else:
-        loss, sums = summed_steps(head, features, batch, options, weights)
+        gather(head.modules())
+        parameters: list[Tensor] = [each for each in head.parameters() if each.requires_grad]
+        job = _SummedSteps(head, batch, options, weights, features, parameters)
+        loss, (sums,) = made_in_forward(job.made, [features, *parameters])
     means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
     return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
 
@@ -93,6 +211,300 @@ def counts_per_step(batch: TrainingBatch, options: ResolvedEagleOptions) -> Tens
     return counts[:1].expand(len(counts)) if options.objective == "hass" else counts
 
 
+class TeacherRows(NamedTuple):
+    """What the backbone says of the tokens that N rows predict.
+
+    Attributes:
+        states: The backbone's last hidden states before the predicted tokens, [N, D].
+        log_p: [N, Vd], its log-probabilities of the drafted tokens, normalised over all tokens.
+        is_known: [N] bool, whether its likeliest token is drafted.
+    """
+
+    states: Tensor
+    log_p: Tensor
+    is_known: Tensor
+
+
+class TeacherProbs(NamedTuple):
+    """The same as `product_terms` reads it.
+
+    Attributes:
+        p: [N, Vd], the backbone's probabilities of the drafted tokens.
+        mass: [N], their sums.
+        entropy: [N] in nats, that of p renormalised.
+        is_known: [N], 1 where the likeliest token is drafted, else 0.
+    """
+
+    p: Tensor
+    mass: Tensor
+    entropy: Tensor
+    is_known: Tensor
+
+
+@torch.no_grad()
+def teacher_rows(head: EagleNetwork, states: Tensor, summaries: Tensor) -> TeacherRows:
+    """Return what is said at states [N, D], with rows of `draft_summaries`, [N, 2] or [N, 0]."""
+    logits = head.backbone_logits(states, only_drafted=bool(summaries.shape[-1]))  # [N, Vd] or [N, V]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if summaries.shape[-1]:
+        return TeacherRows(states, logits - summaries[:, :1].to(logits), summaries[:, 1] > 0)
+    log_p, ids = logits.log_softmax(-1), head.draft_ids
+    if head.offsets is None:
+        return TeacherRows(states, log_p, torch.ones_like(log_p[:, 0], dtype=torch.bool))
+    return TeacherRows(states, log_p[:, ids], torch.isin(logits.argmax(-1), ids))
+
+
+def teacher_probs(teacher: TeacherRows) -> TeacherProbs:
+    """Return the probabilities of a teacher's rows, whose `log_p` are overwritten."""
+    p = teacher.log_p.exp_()
+    mass = p.sum(-1).clamp(min=torch.finfo(p.dtype).tiny)
+    entropy = mass.log() - torch.xlogy(p, p).sum(-1) / mass
+    return TeacherProbs(p, mass, entropy, teacher.is_known.to(p))
+
+
+def draft_summaries(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
+    """Return what a loss needs of the backbone's logits outside the draft vocabulary, computed once for all steps.
+
+    [B, L, 2]: logsumexp of all logits, and whether the likeliest token is drafted (1 or 0); [B, L, 0] where all tokens
+    are drafted. Only rows before targets are read.
+    """
+    ids, states = head.draft_ids, batch.states
+    if head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
+        return states.new_zeros(*states.shape[:2], 0)
+    summaries = batch.summaries
+    if summaries is None:
+        summaries = logit_summaries(BackboneParts(head.backbone), states, batch.following != IGNORE)
+    totals, likeliest = summaries.unbind(-1)
+    return torch.stack([totals, torch.isin(likeliest.long(), ids.to(likeliest.device)).to(totals)], -1)
+
+
+def draft_columns(head: EagleNetwork, labels: Tensor) -> Tensor:
+    """Return the column of each label in the draft vocabulary, -1 where it is not drafted; shaped as `labels`."""
+    if head.offsets is None:
+        return labels
+    ids, order = head.draft_ids.to(labels.device).sort()
+    found = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    return torch.where(ids[found] == labels, order[found], -1)
+
+
+def row_terms(
+    head: EagleNetwork, features: Tensor, columns: Tensor, teacher: TeacherRows, options: ResolvedEagleOptions
+) -> Tensor:
+    """Return the terms of rows, [N, 3] float32: the loss, its reported part, and the detached acceptance.
+
+    `"ttt"` (EAGLE-3): -sum_x p(x) log q(x), with p renormalised over the draft vocabulary; 0 where the backbone's
+    likeliest token is not in it. `"tv"` and LK losses, which are the acceptance itself, use p without renormalisation:
+    a token that is never drafted is never accepted.
+    `"eagle1"`: smooth L1 distance of features, and a small multiple of the distance of distributions, which alone is
+    reported; a draft vocabulary counts as for EAGLE-3. `"hass"`: the same, with the likeliest tokens a second time.
+
+    Args:
+        head: The head.
+        features: Output of rows, [N, d].
+        columns: [N] `draft_columns` of the predicted tokens.
+        teacher: What they learn, N rows.
+        options: How the loss is computed.
+    """
+    is_ttt = options.objective == "ttt"
+    is_part = is_ttt or head.offsets is not None
+    log_p, log_q = teacher.log_p, _log_q(head, features)
+    accepted, share = acceptance(log_p, log_q.detach()), options.label_weight
+    if is_part and options.divergence in ("cross_entropy", "kl", "reverse_kl"):
+        log_p = log_p.log_softmax(-1)
+    distance = divergence(options.divergence, log_p, log_q)
+    distance = torch.where(teacher.is_known, distance, 0.0) if is_part else distance
+    # a token outside the draft vocabulary has no likelihood
+    mixed = (1 - share) * distance - share * _of_columns(log_q, columns) if share else distance
+    if is_ttt:
+        return torch.stack([mixed, distance, accepted], dim=-1)
+    loss = _regression(features, teacher.states) + DISTRIBUTION_WEIGHT * mixed
+    if options.objective == "eagle1":
+        return torch.stack([loss, distance, accepted], dim=-1)
+    loss = loss - _likeliest_again(log_p, log_q, options)
+    return torch.stack([loss, loss, accepted], dim=-1)
+
+
+def row_likelihoods(
+    head: EagleNetwork, features: Tensor, states: Tensor, columns: Tensor, options: ResolvedEagleOptions
+) -> Tensor:
+    """Return log q of the labels of rows, 0 where they are not drafted, and what the loss has besides, [2, N] float32.
+
+    Arguments as for `row_terms`; `states` are the teacher's. That is the regression of version 1, and of HASS the
+    likeliest tokens.
+    """
+    log_q = _log_q(head, features)
+    likelihood = _of_columns(log_q, columns)
+    if options.objective == "ttt":
+        return torch.stack([likelihood, torch.zeros_like(likelihood)])
+    others = _regression(features, states)
+    if options.objective == "hass":
+        with torch.no_grad():
+            log_p = head.backbone_logits(states, only_drafted=head.offsets is not None).to(log_q).log_softmax(-1)
+        others = others - _likeliest_again(log_p, log_q, options)
+    return torch.stack([likelihood, others])
+
+
+def _log_q(head: EagleNetwork, features: Tensor) -> Tensor:
+    logits = head.draft_logits(features)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _likeliest_again(log_p: Tensor, log_q: Tensor, options: ResolvedEagleOptions) -> Tensor:
+    best, likeliest = log_p.exp().topk(min(options.topk, log_p.shape[-1]), dim=-1)
+    return options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
+
+
+def _of_columns(log_q: Tensor, columns: Tensor) -> Tensor:
+    return torch.where(columns >= 0, log_q.gather(-1, columns.clamp(min=0)[:, None])[:, 0], 0.0)
+
+
+def _regression(features: Tensor, states: Tensor) -> Tensor:
+    wide = torch.promote_types(features.dtype, torch.float32)
+    return nn.functional.smooth_l1_loss(features.to(wide), states.to(wide), reduction="none").mean(-1)
+
+
+def has_products(head: EagleNetwork, options: ResolvedEagleOptions) -> bool:
+    """Return whether `product_terms` computes the head's loss: a plain unembedding, and a divergence that it knows."""
+    if options.objective != "ttt" or options.divergence not in ("cross_entropy", "kl"):
+        return False
+    unembedding = head.lm_head  # adapters and quantization have another type; hooks must see its calls
+    return type(unembedding) is nn.Linear and not (unembedding._forward_hooks or unembedding._backward_hooks)
+
+
+@torch.no_grad()
+def product_terms(
+    head: EagleNetwork,
+    normed: Tensor,
+    columns: Tensor,
+    teacher: TeacherProbs,
+    options: ResolvedEagleOptions,
+    weights: Tensor,
+    total: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the terms of rows as `row_terms` does, [N, 3], and the gradient [N, d] of their normed features.
+
+    Both are products of matrices, which need no autograd: with logits W z, z = norm(x), the loss w D(p, q) has the
+    gradient g = w (q - p) of the logits; that of z is g W, and that of W is g^T z, which is added in place.
+
+    Args:
+        head: The head.
+        normed: Output of rows as the unembedding reads it, [N, d].
+        columns: [N], the draft columns of the predicted tokens, -1 where they are not drafted.
+        teacher: What they learn, N rows.
+        options: How the loss is computed.
+        weights: [N], the factors of the rows' losses.
+        total: Where the gradient of the unembedding is added, [Vd, d]; None: it learns nothing.
+    """
+    logits, weight = head.lm_head(normed), head.lm_head.weight
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    expected = torch.bmm(teacher.p[:, None], logits[:, :, None])[:, 0, 0] / teacher.mass  # sum_x p(x) logit(x)
+    q = logits.softmax(-1)
+    logsumexp = logits.amax(-1) - q.amax(-1).log()
+    distance = logsumexp - expected
+    if options.divergence == "kl":
+        distance = distance - teacher.entropy
+    distance = distance * teacher.is_known
+    accepted = torch.minimum(teacher.p, q).sum(-1)
+    share, loss = options.label_weight, distance
+    factor = (1 - share) * weights * teacher.is_known
+    scale = factor
+    if share:
+        is_drafted, columns = columns >= 0, columns.clamp(min=0)[:, None]
+        likelihood = torch.where(is_drafted, logits.gather(-1, columns)[:, 0] - logsumexp, 0.0)
+        loss = (1 - share) * distance - share * likelihood
+        scale = factor + share * weights * is_drafted
+    gradient = q.mul_(scale[:, None]).addcmul_(teacher.p, (factor / teacher.mass)[:, None], value=-1)  # [N, Vd]
+    if share:
+        gradient.scatter_add_(-1, columns, -(share * weights * is_drafted)[:, None])
+    gradient = gradient.to(weight.dtype)
+    if total is not None:
+        add_product(total, gradient, normed.to(weight.dtype))
+    return torch.stack([loss, distance, accepted], dim=-1), gradient @ weight
+
+
+class Steps:
+    """A head that continues from its own outputs over a whole batch."""
+
+    def __init__(self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions) -> None:
+        self.head, self.batch, self.options = head, batch, options
+        self.is_hass = options.objective == "hass"
+        self.counted = torch.stack([batch.counted(step) for step in range(options.steps)])  # [S, B, rows]
+        self.counted_on_host = self.counted.cpu()  # an accelerator waits here, once for all steps and blocks
+        documents = batch.documents
+        starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        self.first = starts[:, : batch.num_rows]
+        places = torch.arange(batch.num_rows, device=starts.device)
+        of_documents = torch.where(self.first, places, 0).cummax(1).values  # [B, rows]
+        self.lowest: list[int] = of_documents.amin(0).tolist()
+        """The first column that any sequence's row sees, by row."""
+        self.summaries = draft_summaries(head, batch)
+        self.columns = draft_columns(head, batch.labels)  # [B, L]
+
+    @property
+    def size(self) -> int:
+        """Rows whose logits exist at a time."""
+        columns = self.head.draft_size if self.summaries.shape[-1] else self.head.config.vocab_size
+        return max(1, LOGITS_PER_CHUNK // columns)
+
+    def first_step(self, features: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the outputs of step 0 [B, rows, d], and its keys and values [B, H, rows, D], layer by layer."""
+        batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
+        mask = None if batch.is_whole else batch.visible(0, rows)
+        mask = by_documents(mask) if mask is not None and len(mask) == 1 else mask
+        outputs = self.step(features, 0, 0, mask, cache)
+        layers = cast(list[CacheLayerMixin], cache.layers)
+        return outputs, [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
+
+    def later_steps(self, features: Tensor, start: int, columns: list[Tensor]) -> Iterator[Tensor]:
+        """Yield the outputs [B, R, d] of steps 1, 2, ... of a block of rows, the first of which is `start`.
+
+        `features` are their outputs of step 0; `columns` its keys and values from `lowest` to the block's end, layer by
+        layer.
+        """
+        cache, size = DynamicCache(), features.shape[1]
+        for layer in range(len(columns) // 2):
+            cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
+        mask = self.batch.visible(start, start + size)[..., self.lowest[start] :]
+        if self.head.config.mask_token_id is not None:
+            yield from self._masked_steps(features, start, mask, cache)
+            return
+        diagonal = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
+        for step in range(1, self.options.steps):
+            mask = torch.cat([mask, diagonal], dim=-1)  # [B, 1, R, stop - lowest + step R]
+            features = features.detach() if self.is_hass else features
+            features = self.step(features, start, step, mask, cache)
+            yield features
+
+    def _masked_steps(self, features: Tensor, start: int, mask: Tensor, cache: DynamicCache) -> Iterator[Tensor]:
+        """Yield the outputs [B, R, d] of steps 1, 2, ... of rows that know nothing; 0 for those that do not count."""
+        kept, ran = self.batch.kept, list[Tensor]()
+        for step in range(1, self.options.steps):
+            rows = torch.arange(features.shape[1], device=features.device)
+            rows = rows if kept is None else rows[kept[step, start : start + len(rows)].to(rows.device)]  # [n]
+            outputs = torch.zeros_like(features.detach())
+            if len(rows):
+                ran.append(rows)
+                own = torch.cat([rows[:, None] == each for each in ran], 1).expand(len(mask), 1, -1, -1)
+                positions = self.batch.positions[:, start + rows] + step
+                seen = torch.cat(
+                    [mask[:, :, rows], own.to(mask.device)], -1
+                )  # [B, 1, n, stop - lowest + rows of steps]
+                found = self.head.rows(*self.head.masked(len(features), len(rows)), positions, seen, cache)
+                outputs = outputs.index_copy(1, rows, found)
+            yield outputs
+
+    def step(self, features: Tensor, start: int, step: int, mask: Tensor | None, cache: DynamicCache) -> Tensor:
+        """Run a step of the rows from `start` on, and return their outputs [B, R, d]."""
+        batch, stop = self.batch, start + features.shape[1]
+        ids = batch.ahead(batch.input_ids, start, stop, 1 + step)
+        return self.head.rows(features, ids, batch.positions[:, start:stop] + step, mask, cache)
+
+    def with_first_rows(self, sums: Tensor) -> Tensor:
+        """Return sums [S, n] of sums everywhere and over first rows, [S, 2, n]: HASS adds the latter again."""
+        everywhere, at_first = sums.unbind(1)
+        return everywhere + at_first.cumsum(0) - at_first if self.is_hass else everywhere
+
+
 class _BlockLoss(Steps):
     """The block loss, which reads all steps of a row together; each block is recomputed in backward."""
 
@@ -122,8 +534,8 @@ class _BlockLoss(Steps):
         first, later = self._likelihoods_of(outputs, 0, 0)[None], []
         if self.options.steps == 1:
             return first
-        for start in range(0, rows, self.block):
-            stop = min(start + self.block, rows)
+        for start in range(0, rows, BLOCK):
+            stop = min(start + BLOCK, rows)
             seen = [states[:, :, self.lowest[start] : stop] for states in columns]
             later.append(checkpoint(self._later, outputs[:, start:stop], start, *seen, use_reentrant=False))
         return torch.cat([first, torch.cat(cast(list[Tensor], later), dim=-1)])
@@ -149,3 +561,180 @@ class _BlockLoss(Steps):
         columns = self.batch.ahead(self.columns, start, stop, 2 + step)
         inputs = (features, states.to(features.device), columns.to(features.device))
         yield from zip(*(values.flatten(0, 1)[rows.to(values.device)].split(self.size) for values in inputs))
+
+
+class _SummedSteps(Steps):
+    """The sums of all steps and rows, and their gradients.
+
+    Args:
+        head: The head.
+        batch: The batch.
+        options: How the loss is computed.
+        weights: [S], the factors of the sums of the steps in the loss.
+        features: [B, L, d].
+        parameters: Those of the head that learn.
+    """
+
+    def __init__(
+        self,
+        head: EagleNetwork,
+        batch: TrainingBatch,
+        options: ResolvedEagleOptions,
+        weights: Tensor,
+        features: Tensor,
+        parameters: list[Tensor],
+    ) -> None:
+        super().__init__(head, batch, options)
+        self.features, self.parameters = features, parameters
+        self.weights = weights.to(features.device)
+        self.scale = self.weights.max()
+        shares = self.weights / self.scale.clamp(min=torch.finfo(weights.dtype).tiny)
+        again = shares.flip(0).cumsum(0).flip(0) - shares if self.is_hass else torch.zeros_like(shares)
+        self.shares = torch.stack([shares, again], 1)  # [S, 2]: of every row, and besides of first rows
+        self.has_products = has_products(head, options)
+        self.totals: dict[Tensor, Tensor] = {}
+        self.learns = False
+
+    def made(self, needed: list[bool]) -> Made:
+        """Return the loss, its sums, and the gradients of the features and of the parameters."""
+        batch, self.learns = self.batch, any(needed)
+        with torch.set_grad_enabled(self.learns):
+            features = self.features[:, : batch.num_rows].detach().requires_grad_(needed[0])
+            outputs, columns = self.first_step(features)
+        roots = [outputs, *columns] if self.options.steps > 1 else [outputs]
+        totals = [torch.zeros_like(root) if root.requires_grad else None for root in roots]
+        sums = self.weights.new_zeros(self.options.steps, 2, 3)
+        for start, stop in self._blocks():
+            self._block(start, stop, roots, totals, sums)
+        (into_features,) = self._backward(roots, totals, [features] if needed[0] else [None])
+        if into_features is not None:  # the last two tokens have no row
+            into_features = nn.functional.pad(into_features, (0, 0, 0, self.features.shape[1] - batch.num_rows))
+        sums = self.with_first_rows(sums)
+        # zeros where nothing is scored: processes that share parameters must all have a gradient
+        learned = [self._total(each).to(each.dtype) if self.learns else None for each in self.parameters]
+        return Made((self.weights * sums[:, 0]).sum(), [sums], [into_features, *learned], self.scale)
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the first row of each block and the one behind its last; blocks without a target are left out."""
+        is_counted = self.counted_on_host.flatten(0, 1).any(0)  # [rows]
+        size = max(1, min(BLOCK, self.size // len(self.batch.input_ids)))
+        found = is_counted.nonzero()[:, 0].tolist()
+        for start in range(found[0], found[-1] + 1, size) if found else ():
+            stop = min(start + size, found[-1] + 1)
+            if is_counted[start:stop].any():
+                yield start, stop
+
+    def _block(self, start: int, stop: int, roots: list[Tensor], totals: list[Tensor | None], sums: Tensor) -> None:
+        """Add the terms of all steps of a block of rows to `sums` [S, 2, 3], and their gradients to the totals."""
+        seen = slice(self.lowest[start], stop)
+        parts = [roots[0][:, start:stop], *(columns[:, :, seen] for columns in roots[1:])]
+        leaves = [part.detach().requires_grad_(part.requires_grad) for part in parts]
+        teacher = self._teacher(start, stop)
+        found, into_outputs = self._terms(leaves[0], start, 0, teacher)
+        sums[0] += found
+        outputs, gradients = [], []
+        with torch.set_grad_enabled(self.learns):
+            for step, features in enumerate(self.later_steps(leaves[0], start, leaves[1:]), 1):
+                found, gradient = self._terms(features, start, step, teacher)
+                sums[step] += found
+                outputs.append(features)
+                gradients.append(gradient)
+        into_leaves = self._backward(outputs, gradients, [leaf if leaf.requires_grad else None for leaf in leaves])
+        for index, (gradient, total) in enumerate(zip(into_leaves, totals)):
+            if total is not None and gradient is not None:
+                (total[:, :, seen] if index else total[:, start:stop]).add_(gradient)
+        if totals[0] is not None and into_outputs is not None:
+            totals[0][:, start:stop] += into_outputs
+
+    def _teacher(self, start: int, stop: int) -> tuple[TeacherRows | TeacherProbs, Tensor]:
+        """Return what all steps of a block learn, and where step i of row t finds it: at [b, t - start + i]."""
+        batch = self.batch
+        counted = self.counted_on_host[:, :, start:stop]
+        is_read = counted.new_zeros(counted.shape[1], stop - start + len(counted) - 1)  # [B, R + S - 1]
+        for step, each in enumerate(counted):
+            is_read[:, step : step + each.shape[1]] |= each
+        rows = is_read.flatten().nonzero()[:, 0]
+        where = is_read.flatten().long().cumsum(0).sub(1).view_as(is_read)
+
+        def read(values: Tensor) -> Tensor:
+            ahead = batch.ahead(values, start, start + is_read.shape[1], 1)
+            return ahead.flatten(0, 1)[rows.to(values.device)].to(self.features.device)
+
+        states, summaries = read(batch.states), read(self.summaries)
+        parts = zip(states.split(self.size), summaries.split(self.size))
+        read_rows = [teacher_rows(self.head, *part) for part in parts]
+        teacher = TeacherRows(*map(torch.cat, zip(*read_rows)))
+        return teacher_probs(teacher) if self.has_products else teacher, where
+
+    def _terms(
+        self, features: Tensor, start: int, step: int, teacher: tuple[TeacherRows | TeacherProbs, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a step's sums over a block's rows with targets and over first rows of documents, [2, 3], and the
+        gradient of the features [B, R, d], or None."""
+        (learned, where), stop = teacher, start + features.shape[1]
+        rows = self.counted_on_host[step, :, start:stop].flatten().nonzero()[:, 0]
+        places = where[:, step : step + features.shape[1]].flatten()[rows].to(features.device)
+        rows = rows.to(features.device)
+        columns = self.batch.ahead(self.columns, start, stop, 2 + step).flatten()[rows.to(self.columns.device)]
+        first = self.first[:, start:stop].flatten()[rows.to(self.first.device)].to(features.device)
+        flat = features.detach().flatten(0, 1)
+        into = torch.zeros_like(flat) if features.requires_grad else None
+        sums = self.weights.new_zeros(2, 3)
+        chunks = zip(*(each.split(self.size) for each in (rows, places, columns.to(features.device), first)))
+        for rows, places, columns, first in chunks:
+            chosen = torch.stack([torch.ones_like(first), first]).to(sums)  # [2, N]
+            chunk = flat[rows].requires_grad_(features.requires_grad)
+            teacher_part = type(learned)(*(values.index_select(0, places) for values in learned))
+            terms, gradient = self._chunk(chunk, columns, teacher_part, self.shares[step] @ chosen)
+            sums += chosen @ terms.to(sums)
+            if into is not None and gradient is not None:
+                into.index_copy_(0, rows, gradient.to(into.dtype))
+        return sums, None if into is None else into.view_as(features)
+
+    def _chunk(
+        self, features: Tensor, columns: Tensor, teacher: TeacherRows | TeacherProbs, weights: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the terms of rows [N, 3] and the gradient of their features, both by `weights` [N]."""
+        head, options = self.head, self.options
+        if isinstance(teacher, TeacherRows):
+            with torch.set_grad_enabled(self.learns):
+                terms = row_terms(head, features, columns, teacher, options)
+                loss = (terms[:, 0] * weights.to(terms)).sum()
+            return terms.detach(), self._backward([loss], [None], [features])[0]
+        unembedding, is_normed = head.lm_head.weight, head.config.norm_output
+        total = self._total(unembedding) if self.learns and unembedding.requires_grad else None
+        with torch.set_grad_enabled(self.learns):
+            normed = features if is_normed else head.norm(features)
+        terms, gradient = product_terms(head, normed, columns, teacher, options, weights.to(teacher.p), total)
+        if is_normed or not self.learns:
+            return terms, gradient
+        return terms, self._backward([normed], [gradient.to(normed.dtype)], [features])[0]
+
+    def _backward(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the inputs, and add those of the parameters to the totals."""
+        pairs = [(root, each) for root, each in zip(roots, gradients) if root.requires_grad]
+        wanted = [each for each in inputs if each is not None and each.requires_grad]
+        if not (pairs and self.learns):
+            return [None] * len(inputs)
+        with torch.autocast(self.features.device.type, enabled=False):
+            outputs, into_outputs = zip(*pairs)
+            found = torch.autograd.grad(outputs, [*wanted, *self.parameters], into_outputs, allow_unused=True)
+        for parameter, gradient in zip(self.parameters, found[len(wanted) :]):
+            if gradient is not None:
+                self._add(parameter, gradient)
+        rest = iter(found)
+        return [next(rest) if each is not None and each.requires_grad else None for each in inputs]
+
+    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+        if parameter in self.totals:
+            self.totals[parameter] += gradient
+        else:  # a copy, because autograd may return one tensor for several inputs
+            self.totals[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+
+    def _total(self, parameter: Tensor) -> Tensor:
+        """Return where the gradient of a parameter is summed up."""
+        if parameter not in self.totals:
+            self.totals[parameter] = new_total(parameter)
+        return self.totals[parameter]

@@ -29,7 +29,6 @@ from ..common.foreign import ForeignLayoutsMixin, Stored
 from ..common.learning import States, run_backbone
 from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
 from ..heads.losses import check_targets, unshifted
-from .batch import TrainingBatch
 from .conversion import (
     backbone_config,
     foreign_head,
@@ -38,7 +37,7 @@ from .conversion import (
     warn_of_misfit,
 )
 from .export import check_layout, write_layout
-from .losses import counts_per_step, eagle_loss, pooled_loss
+from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
 from .session import EagleSession
 
@@ -178,7 +177,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         ignore_fields: Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
-        """Load a directory or a Hub repository in our layout or in one that `modeling/eagle/layouts.py` lists.
+        """Load a directory or a Hub repository in our layout or in one that `modeling/eagle/conversion.py` lists.
 
         Args:
             pretrained_model_name_or_path: Directory or repository of the head.

@@ -9,7 +9,8 @@ output is the feature of the next row while drafting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration.cache_names import CACHE
 from ...configuration.eagle import EagleHeadConfig
 from ...generation.tensors.masks import blocks_of, model_mask
+from ...generation.tensors.shared_models import is_unit
 from ...generation.tensors.wrapped_models import untyped
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.learning import DraftModel, States
@@ -100,18 +102,10 @@ class EagleNetwork(DraftModel):
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
-        if config.version == 1:
-            self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        else:
-            self._add_parts_of_version_3(config)
-        self.post_init()
-
-    def _add_parts_of_version_3(self, config: EagleHeadConfig) -> None:
-        width, eps = config.hidden_size, config.rms_norm_eps
-        target_width = config.target_hidden_size or width
+        target_width, eps = config.target_hidden_size or width, config.rms_norm_eps
         states = config.num_aux * target_width
-        if states:
-            self.fc = nn.Linear(states, width, bias=config.fc_bias)
+        if states or config.version == 1:
+            self.fc = nn.Linear(states or 2 * width, width, bias=config.fc_bias)
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(states, eps=eps)
         if config.fc_norm:
@@ -119,8 +113,10 @@ class EagleNetwork(DraftModel):
             self.fc_norm = nn.ModuleList(norms)
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states or width))
-        self.norm = LlamaRMSNorm(width, eps=eps)
-        self.lm_head = nn.Linear(width, self.draft_size, bias=False)
+        if config.version == 3:
+            self.norm = LlamaRMSNorm(width, eps=eps)
+            self.lm_head = nn.Linear(width, self.draft_size, bias=False)
+        self.post_init()
 
     @property
     def hidden_layers(self) -> int | list[int]:
@@ -142,22 +138,26 @@ class EagleNetwork(DraftModel):
         Returns:
             [B, T, d], on the head's device and in its dtype.
         """
-        if not self.config.num_aux:
-            return cast(Tensor, hidden_states[-1]).to(self.device, self.dtype)
-        is_mapping = isinstance(hidden_states, Mapping)
-        layers = self.backbone.config.get_text_config().num_hidden_layers if is_mapping else len(hidden_states) - 1
-        chosen = resolved_aux_layers(self.config, layers)
-        return self._fused([cast(Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen])
+        wanted = [-1]
+        if self.config.num_aux:
+            is_mapping = isinstance(hidden_states, Mapping)
+            layers = self.backbone.config.get_text_config().num_hidden_layers if is_mapping else len(hidden_states) - 1
+            wanted = resolved_aux_layers(self.config, layers)
+        return self.fused([cast(Tensor, hidden_states[index]) for index in wanted])
 
     def masked(self, batch: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return features [B, R, d] and ids [B, R] of rows that know no token (P-EAGLE)."""
         states = self.config.num_aux
-        feature = self._fused(list(self.mask_hidden.chunk(states, dim=-1))) if states else self.mask_hidden
+        feature = self.fused(list(self.mask_hidden.chunk(states, dim=-1))) if states else self.mask_hidden
         ids = torch.full((batch, rows), cast(int, self.config.mask_token_id), device=feature.device)
         return feature.expand(batch, rows, -1), ids
 
-    def _fused(self, states: list[Tensor]) -> Tensor:
-        """Return the features of auxiliary states."""
+    def fused(self, states: list[Tensor]) -> Tensor:
+        """Return the features [B, T, d] of the states [B, T, D] that `hidden_layers` names, in its order."""
+        device = next(self.parameters()).device
+        states = [state.to(device, self.dtype) for state in states]
+        if self.config.version == 1 or "fc" not in self._modules:
+            return states[-1]
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states)]
         fused = torch.cat(states, dim=-1)  # [B, T, num_aux D]
@@ -202,13 +202,19 @@ class EagleNetwork(DraftModel):
         past_key_values: Cache | None = None,
     ) -> Tensor:
         """Run rows as `step` does, and return the features of the next rows, [B, R, d]."""
-        embeddings = self._embed(next_ids).to(features)  # [B, R, d]
         if position_ids is None:
             position_ids = _counted_positions(attention_mask, next_ids.shape[1], past_key_values).to(features.device)
+        return self.run(features, self.embedding()(next_ids), position_ids, attention_mask, past_key_values)
+
+    def run(
+        self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        """Run rows as `rows` does, from `embedding` of their tokens [B, R, d]."""
+        embeddings = embeddings.to(features)
         options = {
-            "attention_mask": self._mask(embeddings, position_ids, attention_mask, past_key_values),
+            "attention_mask": self._mask(embeddings, position_ids, attention_mask, cache),
             "position_ids": position_ids,
-            CACHE: past_key_values,
+            CACHE: cache,
             "position_embeddings": self.rotary_emb(features, position_ids),
         }
         if self.config.version == 1:
@@ -234,16 +240,18 @@ class EagleNetwork(DraftModel):
         """
         return BackboneParts(self.backbone, self.draft_vocabulary if only_drafted else None).unembed(states)
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        """Return rows of the embedding table without a family's scale, with which heads are not trained."""
+    def embedding(self) -> Callable[[Tensor], Tensor]:
+        """Return the embedding of tokens, without a family's scale, with which heads are not trained."""
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
-        if type(table) is nn.Embedding:
-            return frozen(table, ids)
-        return nn.functional.embedding(ids, cast(nn.Embedding, table).weight.detach())
+        if type(table) is not nn.Embedding and not is_unit(table):
+            return partial(nn.functional.embedding, weight=cast(nn.Embedding, table).weight.detach())
+        return partial(frozen, table) if torch.is_grad_enabled() or is_unit(table) else cast(nn.Embedding, table)
 
     def _mask(
         self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
+        if mask is None and embeddings.shape[1] == 1:
+            return None  # it sees all
         if blocks_of(mask) is not None and self.config._attn_implementation == "sdpa":
             return mask
         if mask is not None and mask.dim() == 4:

@@ -13,6 +13,7 @@ them. These new pairs run first in the next draft, and the last of them proposes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from transformers import DynamicCache
 
 from ...generation.backbone.drafting import DrafterLayout, drafter_layout, of_accepted
 from ...generation.call.constraints import DraftMasks
-from ...generation.call.options import DraftOptions
+from ...generation.call.options import DraftOptions, block_chain, grow_chain
 from ...generation.call.sequences import NewTokens, Sequences
 from ...generation.contract import (
     CacheView,
@@ -32,8 +33,8 @@ from ...generation.contract import (
     VerificationResult,
     taken,
 )
-from ...generation.tensors.masks import cached_arange, cached_range
-from ...generation.trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
+from ...generation.tensors.masks import cached_arange
+from ...generation.trees.growth import Ancestry, grow, most_nodes
 from .modules import EagleNetwork
 
 
@@ -59,7 +60,9 @@ class EagleSession(DraftSession):
 
     def __init__(self, head: EagleNetwork, options: DraftOptions) -> None:
         self.head, self.options, self.num_tokens = head, options, options.num_tokens
-        self.hidden_layers: HiddenLayers = head.hidden_layers
+        self.hidden_layers: HiddenLayers = (layers := head.hidden_layers)
+        self.layers = [layers] if isinstance(layers, int) else layers
+        self.embed = head.embedding()
         self.draft_ids: Tensor | None = head.draft_ids
         self.vocab_size = head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), list[_Pairs]()
@@ -68,7 +71,7 @@ class EagleSession(DraftSession):
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
-        self.view, prompt, options = view, self.head.fuse(outputs.hidden_states), self.options  # [B, L, d]
+        self.view, prompt, options = view, self._features(outputs.hidden_states), self.options  # [B, L, d]
         self.layout = drafter_layout(view, prompt.shape[1], options.max_length, most_nodes(options), "eagle")
         self.layout.install_layers(self.cache)
         self.draft_ids = None if self.draft_ids is None else view.held("eagle.draft_ids", self.draft_ids)  # [v]
@@ -81,10 +84,14 @@ class EagleSession(DraftSession):
         """Pair the features of the accepted path with the tokens after them."""
         new = self.view.new_tokens
         if self.pending is not None:
-            self.pending.take(self.head.fuse(outputs.hidden_states or ()), new.on_device)
+            self.pending.take(self._features(outputs.hidden_states), new.on_device)
         elif new.longest:
-            states = outputs.first(new.longest)
-            self.pairs.append(_Pairs(self.head.fuse(states), result.tokens[:, : new.longest], new))
+            features = self._features(outputs.hidden_states, new.longest)  # [B, P, d]
+            self.pairs.append(_Pairs(features, result.tokens[:, : new.longest], new))
+
+    def _features(self, hidden_states: Any, count: int | None = None) -> Tensor:
+        """Return the features of the backbone's states, of the first `count` tokens."""
+        return self.head.fused([hidden_states[layer][:, :count] for layer in self.layers])
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if self.prompt is not None:  # its last pair has the token that was added first
@@ -118,11 +125,13 @@ class EagleSession(DraftSession):
         """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen` of all
         levels."""
         layout, size = self.layout, ids.shape[1]
-        layout.is_maskless = seen is None and not layout.needs_mask(size)
-        mask = None if layout.is_maskless else layout.visible(size, new=seen)[:, None]  # [B, 1, P, W]
-        depths = cached_range(layout.block_offset, size, ids.device) if seen is None else level
-        positions = (layout.counts[:, None] + depths).clamp(min=0).expand(-1, size)  # [B, P]
-        features = self.head.rows(features, ids, positions, mask, self.cache)  # [B, P, d]
+        if seen is None:
+            positions, mask = layout.next_rows(size)  # [B, P], [B, 1, P, W]
+        else:
+            layout.is_maskless = False
+            mask = layout.visible(size, new=seen)[:, None]  # [B, 1, P, W]
+            positions = (layout.counts[:, None] + level).expand(-1, size)  # [B, P]
+        features = self.head.run(features, self.embed(ids), positions, mask, self.cache)  # [B, P, d]
         layout.block_offset += size
         return features
 

@@ -31,8 +31,7 @@ from ...configuration.evabyte import EvaByteConfig
 from ...generation.tensors.wrapped_models import untyped
 from ..common.loading import StrictLoadingMixin
 from ..heads.registry import init_head
-from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths, States
-from .geometry import EvaBlock, SequenceMap
+from .cache import EvaBlock, EvaByteCache, EvaCacheLayer, SequenceLengths, SequenceMap, States
 
 if TYPE_CHECKING:
     from ...generation.contract import DraftTree

@@ -24,10 +24,10 @@ from ...generation.tensors.masks import to_device
 from ...generation.tensors.shared_models import call
 from ...generation.tensors.tensor_files import below, warn_of_numbers
 from ..common.backbone_parts import BackboneParts
+from ..heads.circuit_head import FFHead
 from ..heads.context import LeafContext, context_of, tables_of
 from ..heads.conversion import load_tensors
-from ..heads.draft_layers import LayerAdapters
-from ..heads.ff import FFHead
+from ..heads.layer import LayerAdapters
 from ..heads.official import LAYERS, MTPC
 from ..heads.registry import build_head, init_head
 from ..heads.window_distribution import WindowDistribution

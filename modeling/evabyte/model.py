@@ -29,11 +29,11 @@ from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
 from ..common.online import OnlineMixin
 from ..common.outputs import MTPOutput, OwnLossMixin
+from ..heads.attached import DraftLayersSession, HeadSession
+from ..heads.circuit_head import FFHead
 from ..heads.context import tables_of
-from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
 from ..heads.registry import build_head, init_head
-from ..heads.session import DraftLayersSession, HeadSession
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .heads import (

@@ -27,13 +27,15 @@ from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.sampling import exponentials
 from ...generation.tensors.shared_models import gather
 from .circuits import LatentDistribution
-from .reading import Given, TokenReader, raced
 from .window_distribution import (
     Choose,
     FactorisedDistribution,
+    Given,
     Note,
+    TokenReader,
     WindowDistribution,
     largest,
+    raced,
     refuse_gaps,
 )
 
@@ -246,24 +248,16 @@ class ContextDistribution(WindowDistribution):
         return inner
 
     def _along(self, tokens: Tensor, unknown: Tensor | None = None) -> WindowDistribution:
-        """Return the distribution with leaves taken at tokens [..., n]."""
+        """Return the distribution with leaves at tokens [..., n]; an unknown token before a known one is refused."""
         refuse_gaps(unknown)
         return self._within().given(self._given(tokens[..., :-1]))
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return those of the distribution at the tokens.
-
-        Raises:
-            ValueError: An unknown token that a known one follows.
-        """
+        """Return those of the distribution at the tokens."""
         return self._along(tokens, unknown).prefix_log_prob(tokens, unknown)
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return those of the distribution at the tokens.
-
-        Raises:
-            ValueError: An unknown token that a known one follows.
-        """
+        """Return those of the distribution at the tokens."""
         return self._along(tokens, unknown).token_log_probs(tokens, unknown)
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:

@@ -26,10 +26,9 @@ from ...generation.tensors.tensor_files import (
     write_json,
 )
 from ...generation.tensors.wrapped_models import input_embeddings, untyped
-from .draft_layers import DraftLayers
 from .family import FAMILIES, HeadLayout
-from .hydra import EMBEDDING
-from .layer import PARAMS, read_backbone
+from .layer import PARAMS, DraftLayers, read_backbone
+from .medusa import EMBEDDING
 from .official import LAYERS, with_backbone
 
 Heads = TypeVar("Heads", bound=PreTrainedModel)

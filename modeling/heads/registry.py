@@ -13,11 +13,11 @@ from ...configuration.heads import MTPHeadConfig
 from ..common.backbone_parts import BackboneParts
 from ..common.draft_vocabulary import DraftVocabulary
 from .circuit_head import CircuitHead as CircuitHead
+from .circuit_head import FFHead as FFHead
 from .context import with_context
 from .family import FAMILIES
-from .ff import FFHead as FFHead
-from .hydra import HydraHead as HydraHead
 from .layer import LayerHead as LayerHead
+from .medusa import HydraHead as HydraHead
 from .medusa import MedusaHead as MedusaHead
 from .window_distribution import PartialDistribution, WindowDistribution
 

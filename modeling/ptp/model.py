@@ -36,10 +36,19 @@ from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .assistant_session import ParallelAssistant
 from .conversion import OfficialRun, write_run
-from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, opened, preserve_gates
 from .generation import ParallelGenerationMixin
-from .inputs import check_config, check_model, check_positions, check_uniforms, has_slots
+from .inputs import (
+    SLOT_PARTS,
+    Sampler,
+    UniformEmbedding,
+    check_config,
+    check_model,
+    check_positions,
+    check_uniforms,
+    has_slots,
+    slot_parts,
+)
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}

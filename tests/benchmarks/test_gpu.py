@@ -12,6 +12,7 @@ from tokenahead import EagleHead
 NEW = 24
 
 
+@pytest.mark.nightly
 def test_a_smoke_run_writes_every_row(tmp_path, capsys):
     gpu.main(["--smoke", "--drafts", "none", "n-grams", "EAGLE-3", "HMM", "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

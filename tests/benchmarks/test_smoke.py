@@ -71,6 +71,7 @@ def test_every_file_is_listed():
     assert {path.stem for path in FOLDER.glob("*.py")} == {name.split(",")[0] for name in SCRIPTS} | PARTS
 
 
+@pytest.mark.by_day("analyze", "decoding, batches", "drafters_table", "families_table", "grpo", "serving", "smollm2")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_starts(name, work, monkeypatch, capsys):
     threads, file = torch.get_num_threads(), f"{name.split(',')[0]}.py"

@@ -64,6 +64,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return EvaByteForMTPC.from_pretrained(folder).state_dict()
 
 
+@pytest.mark.nightly
 def test_a_killed_training_goes_on_as_if_nothing_had_been(run: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, heads={})
     with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 
 import peft
 import pytest
@@ -11,10 +10,8 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.backbones import backbone, blurred, word_tokenizer
-from tests.models import tiny_model
 from tokenahead import (
     AssistantDrafter,
-    DeepSeekMTP,
     DrafterCascade,
     EagleHead,
     MTPHeads,
@@ -37,6 +34,7 @@ kinds = pytest.mark.parametrize("kind", MAKE)
 copies = pytest.mark.parametrize("twin_of", COPIES.values(), ids=COPIES)
 
 
+@pytest.mark.by_day("deepcopy-heads", "pickle-assistant")
 @kinds
 @copies
 def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
@@ -54,19 +52,6 @@ def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
 
 
 @kinds
-@copies
-def test_a_copied_drafter_is_detached_and_may_be_attached(kind, twin_of):
-    model = backbone()
-    drafter = MAKE[kind](model)
-    twin = twin_of(drafter)
-    assert drafter.is_attached and not twin.is_attached
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        model.generate(PROMPT, assistant_model=twin, **OPTIONS)
-    out = model.generate(PROMPT, assistant_model=twin.attach(model), return_dict_in_generate=True, **OPTIONS)
-    assert torch.equal(out.sequences, model.generate(PROMPT, **OPTIONS)) and out.speculation.backbone_calls > 1
-
-
-@kinds
 def test_detach_leaves_nothing(kind):
     model = backbone()
     before, weights = dict(vars(model)), copy.deepcopy(model.state_dict())
@@ -79,6 +64,7 @@ def test_detach_leaves_nothing(kind):
         _ = drafter.backbone
 
 
+@pytest.mark.by_day("heads")
 @kinds
 def test_an_attached_backbone_is_saved_as_it_is(kind, tmp_path):
     model = backbone()
@@ -104,39 +90,6 @@ def test_two_drafters_share_a_backbone():
     assert torch.equal(model.generate(PROMPT, assistant_model=heads, **OPTIONS), plain)
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         model.generate(PROMPT, assistant_model=ngram, **OPTIONS)
-
-
-@pytest.mark.parametrize("kind", ["heads", "ngram"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_adapters_of_the_backbone_take_part(kind, when):
-    torch.manual_seed(0)
-    model, config = backbone(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
-    bare = model.generate(PROMPT, **OPTIONS)
-    drafter = MAKE[kind](model)
-    adapted = peft.get_peft_model(model, config)
-    if when == "after":
-        drafter = drafter.detach().attach(adapted)
-    plain = adapted.generate(input_ids=PROMPT, **OPTIONS)
-    assert not torch.equal(plain, bare)
-    out = adapted.generate(input_ids=PROMPT, assistant_model=drafter, return_dict_in_generate=True, **OPTIONS)
-    assert torch.equal(out.sequences, plain) and out.speculation.new_tokens == 32
-    with adapted.disable_adapter():
-        assert torch.equal(adapted.generate(input_ids=PROMPT, assistant_model=drafter, **OPTIONS), bare)
-
-
-@kinds
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_pipelines_take_drafters(kind, batch_size):
-    model = backbone()
-    drafter, calls = MAKE[kind](model), []
-    options = dict(max_new_tokens=12, do_sample=False, return_tensors=True)
-    texts = ["w5. w6. w7. w5. w6.", "w9. w10."]
-    common = dict(model=model, tokenizer=word_tokenizer(), batch_size=batch_size)
-    plain = transformers.pipeline("text-generation", **common)(texts, **options)
-    drafting = drafter.start
-    drafter.start = lambda options: calls.append(1) or drafting(options)
-    ours = transformers.pipeline("text-generation", assistant_model=drafter, **common)(texts, **options)
-    assert ours == plain and len(calls) == 2 // batch_size
 
 
 def test_a_drafter_that_drafts_for_another_model_is_refused():
@@ -173,6 +126,7 @@ def test_what_was_learned_on_one_backbone_is_forgotten_on_the_next():
     assert not drafter.schedules and not drafter.tree_choices
 
 
+@pytest.mark.by_day("<lambda>0")
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: peft.get_peft_model(model, ADAPTER)])
 def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
     model = backbone()
@@ -191,22 +145,6 @@ def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
     assert torch.equal(slots.generate(PROMPT, **OPTIONS), plain)
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda model: NgramDrafter().attach(model),
-        MTPHeads.from_backbone,
-        EagleHead.from_backbone,
-        PTPForCausalLM.from_backbone,
-        PTPStudent.from_backbone,
-        DeepSeekMTP.from_backbone,
-    ],
-)
-def test_what_is_no_model_of_transformers_is_refused_at_the_door(take):
-    with pytest.raises(TypeError, match="PreTrainedModel"):
-        take(torch.nn.Linear(2, 2))
-
-
 WITHIN = MAKE | {
     "suffix": lambda model: SuffixDrafter().attach(model),
     "eagle": EagleHead.from_backbone,
@@ -215,6 +153,7 @@ WITHIN = MAKE | {
 }
 
 
+@pytest.mark.by_day("heads-greedy", "suffix-sampled", "student-greedy")
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", WITHIN)
 def test_attach_within_the_call_is_refused_by_name(kind, more):
@@ -230,36 +169,11 @@ def test_attach_within_the_call_is_refused_by_name(kind, more):
         assert vars(model).keys() == before.keys() and model.generate(PROMPT, **OPTIONS).equal(plain)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "assistant", "suffix", "heads", "eagle", "cascade"])
-def test_another_models_drafter_asks_for_attach(kind):
-    drafter = WITHIN[kind](backbone())
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
-
-
-@pytest.mark.parametrize("assistant", ["some/path", Path("some/path"), ["some/path"], NgramDrafter], ids=str)
-def test_what_is_no_assistant_is_refused_by_name(assistant):
-    model, bytes_of = backbone(), tiny_model()
-    NgramDrafter().attach(model)
-    for caller in (model, bytes_of, peft.get_peft_model(backbone(), ADAPTER)):
-        if caller is not model and caller is not bytes_of:
-            NgramDrafter().attach(caller)
-        with pytest.raises(TypeError, match="assistant_model=.*attach"):
-            caller.generate(input_ids=PROMPT, assistant_model=assistant, max_new_tokens=4)
-
-
-@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification"])
-def test_a_backbone_without_a_head_of_a_language_model_is_refused(kind):
-    model = getattr(transformers, kind)(backbone().config)
-    drafters = [NgramDrafter(), SuffixDrafter(), AssistantDrafter(backbone())]
-    for drafter in (
-        *drafters,
-        DrafterCascade(drafters),
-        *(WITHIN[name](backbone()).detach() for name in ("heads", "eagle")),
-    ):
-        with pytest.raises(ValueError, match=f"{kind}.*language model"):
-            drafter.attach(model)
-        assert not drafter.is_attached and "generate" not in vars(model)
+def test_another_models_drafter_asks_for_attach():
+    for kind in ["ngram", "assistant", "suffix", "heads", "eagle", "cascade"]:
+        drafter = WITHIN[kind](backbone())
+        with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+            backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
 
 
 DEFAULTS = MAKE | {
@@ -269,6 +183,7 @@ DEFAULTS = MAKE | {
 }
 
 
+@pytest.mark.by_day("heads", "student")
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_the_default_drafts_where_no_assistant_is_named(kind, tmp_path):
     model, told = backbone(), dict(return_dict_in_generate=True)

@@ -41,6 +41,7 @@ def near(model, text, plain, dtype, prompts):
     return True
 
 
+@pytest.mark.by_day("evabyte-hmm-dtype0", "heads-llama-dtype1", "ptp-categorical-dtype0")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_texts_are_the_plain_ones_up_to_near_ties(name, dtype):
@@ -53,6 +54,7 @@ def test_greedy_texts_are_the_plain_ones_up_to_near_ties(name, dtype):
     assert near(made.model, out.sequences, plain, dtype, inputs)
 
 
+@pytest.mark.by_day("block-llama", "cascade-qwen3")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_way_to_decode(name):
     made = entry(name)
@@ -64,6 +66,7 @@ def test_every_way_to_decode(name):
             made.generate(made.inputs(rows), use_mtp=None, cache_implementation="static")
 
 
+@pytest.mark.by_day("deepseek_v4-dtype0", "qwen3_next-dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_of_every_kind(family, dtype):
@@ -77,6 +80,7 @@ def test_caches_of_every_kind(family, dtype):
     assert out.sequences.shape == (3, 37)
 
 
+@pytest.mark.by_day("heads-auto")
 @pytest.mark.parametrize("tree", [{"depth": 2, "top_k": 2, "total_tokens": 6}, "auto"])
 @pytest.mark.parametrize("kind", ["heads", "eagle", "modules"])
 def test_trees(kind, tree):

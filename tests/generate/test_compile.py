@@ -18,6 +18,7 @@ def llama_with_heads():
     return backbone, {"assistant_model": MTPHeads.from_backbone(backbone, window=4)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [lambda: (trained_model(), {}), llama_with_heads], ids=["evabyte", "heads"])
 def test_a_compiled_forward_is_compiled_a_few_times_only(make):
     model, drafter = make()

@@ -10,7 +10,7 @@ from tests.ptp_models import student
 from tokenahead import MTPHeads, NgramDrafter
 from tokenahead.generation.call import options as protocol
 from tokenahead.generation.call.options import DraftOptions
-from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.modeling.heads.attached import HeadSession
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
@@ -43,6 +43,7 @@ def speculating(name):
 NAMES = [*CIRCUITS, "evabyte draft layers", *(f"apart {name}" for name in APART)]
 
 
+@pytest.mark.by_day("hmm", "apart layer")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypatch):
     """What is verified is the beginning of what is drafted without a threshold; the text is the same."""
@@ -70,6 +71,7 @@ def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypa
     assert ends == wanted and 1 in ends and max(ends) > 1
 
 
+@pytest.mark.by_day("ff")
 @pytest.mark.parametrize("name", ["ff", "hmm"])
 def test_a_sampled_text_follows_the_target(name):
     target = evabyte(name, vocab_size=5, window_size=8, pad_token_id=None, initializer_range=0.3)
@@ -105,18 +107,18 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_who_does_not_read_it_says_so(name, monkeypatch):
-    make, options, who = SILENT[name]
-    said = []
-    monkeypatch.setattr(protocol.logger, "warning_once", said.append)
-    model = student() if make is None else llama()
-    if make is not None:
-        options = options | {"assistant_model": make(model).attach(model)}
-    model.generate(PROMPT, **GREEDY, **options)
-    assert not said
-    model.generate(PROMPT, **GREEDY, **options, assistant_confidence_threshold=0.5)
-    assert said == [f"assistant_confidence_threshold=0.5 is not read by {who}: they are verified whole."]
+def test_who_does_not_read_it_says_so(monkeypatch):
+    for name in SILENT:
+        make, options, who = SILENT[name]
+        said = []
+        monkeypatch.setattr(protocol.logger, "warning_once", said.append)
+        model = student() if make is None else llama()
+        if make is not None:
+            options = options | {"assistant_model": make(model).attach(model)}
+        model.generate(PROMPT, **GREEDY, **options)
+        assert not said
+        model.generate(PROMPT, **GREEDY, **options, assistant_confidence_threshold=0.5)
+        assert said == [f"assistant_confidence_threshold=0.5 is not read by {who}: they are verified whole."]
 
 
 def test_who_reads_it_says_nothing_and_plain_decoding_neither(monkeypatch):

@@ -1,5 +1,6 @@
 """Calls of `generate` that once crashed, lied or drafted silently: they work now, or say what is wrong."""
 
+import itertools
 import json
 
 import pytest
@@ -18,7 +19,6 @@ from tokenahead import (
     RecyclingDrafter,
     SuffixDrafter,
 )
-from tokenahead.generation import generate as mixins
 from tokenahead.generation.verification.verifiers import SampledVerifier
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
@@ -70,37 +70,22 @@ class Broken(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_ids_of_32_bits(speculating, rows):
-    ids, mask = PROMPT[:rows].int(), {"attention_mask": torch.ones_like(PROMPT[:rows])}
-    wanted, found = speculating.plain(ids, **mask), speculating.generate(ids, **mask)
-    assert found.equal(wanted) and found.dtype == wanted.dtype
+@pytest.mark.by_day("heads")
+def test_ids_of_32_bits(speculating):
+    for rows in [1, 2]:
+        ids, mask = PROMPT[:rows].int(), {"attention_mask": torch.ones_like(PROMPT[:rows])}
+        wanted, found = speculating.plain(ids, **mask), speculating.generate(ids, **mask)
+        assert found.equal(wanted) and found.dtype == wanted.dtype
 
 
-@pytest.mark.parametrize("length", [7, 11])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
-def test_sampling_from_no_distribution_raises(speculating, value, length):
-    with pytest.raises(ValueError, match="1.*NaN"):
-        speculating.generate(do_sample=True, logits_processor=LogitsProcessorList([Broken(value, length)]))
+@pytest.mark.by_day("heads")
+def test_sampling_from_no_distribution_raises(speculating):
+    for length, value in itertools.product([7, 11], [float("nan"), float("-inf")]):
+        with pytest.raises(ValueError, match="1.*NaN"):
+            speculating.generate(do_sample=True, logits_processor=LogitsProcessorList([Broken(value, length)]))
 
 
-def test_attentions_are_given_by_plain_decoding_with_one_warning(speculating, caplog):
-    speculating.model.set_attn_implementation("eager")
-    options = dict(output_attentions=True, return_dict_in_generate=True)
-    if not speculating.options:  # EVA keeps no attention weights
-        options.pop("return_dict_in_generate")
-    mixins.logger.warning_once.cache_clear()
-    outputs = [speculating.generate(**options) for _ in range(2)]
-    assert sum("because of output_attentions=True" in record.message for record in caplog.records) == 1
-    if speculating.options:
-        want = speculating.plain(**options)
-        for out in outputs:
-            assert len(out.attentions) == len(want.attentions) == 12 and not hasattr(out, "speculation")
-            assert torch.equal(out.sequences, want.sequences)
-    with pytest.raises(ValueError, match="use_mtp=.*output_attentions="):
-        speculating.generate(use_mtp=True, **options)
-
-
+@pytest.mark.by_day("heads")
 def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tmp_path):
     rules, make = [], SampledVerifier.__init__
     monkeypatch.setattr(
@@ -117,6 +102,7 @@ def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tm
     assert rules == ["token", "block", "token"]
 
 
+@pytest.mark.by_day("heads")
 def test_verification_of_a_config_is_checked(speculating):
     speculating.model.generation_config.verification = "blocks"
     with pytest.raises(ValueError, match="verification='blocks'.*'block'.*'token'"):
@@ -124,9 +110,9 @@ def test_verification_of_a_config_is_checked(speculating):
     speculating.generate(verification="block")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+@pytest.mark.by_day("heads")
+def test_options_that_cannot_be_meant_are_refused_by_name(speculating):
+    for options, message in [
         ({"num_assistant_tokens_schedule": "clever"}, "schedule='clever'.*'constant'"),
         ({"num_assistant_tokens": 2.5}, "num_assistant_tokens=.*2.5"),
         ({"num_assistant_tokens": True}, "num_assistant_tokens="),
@@ -135,27 +121,19 @@ def test_verification_of_a_config_is_checked(speculating):
         ({"assistant_confidence_threshold": "high"}, "threshold='high'.*0.*1"),
         ({"guidance_scale": 1.5, "use_mtp": True}, "use_mtp=.*guidance_scale=.*1.5"),
         ({"uniforms": torch.rand(2, 12)}, "uniforms="),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_options_that_cannot_be_meant_are_refused_by_name(speculating, options, message):
-    with pytest.raises(ValueError, match=message):
-        speculating.generate(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            speculating.generate(**options)
 
 
-@pytest.mark.parametrize("use_mtp", [None, False])
-def test_an_early_exit_is_refused_and_cuts_no_layers(speculating, use_mtp):
-    before = speculating.model.config.num_hidden_layers
-    with pytest.raises(ValueError, match="assistant_early_exit=.*1"):
-        speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
-    assert speculating.model.config.num_hidden_layers == before
-    assert len(speculating.model.get_decoder().layers) == before
-
-
-def test_continuous_batching_is_refused_by_name():
-    for model in (tiny_model(), student()):
-        with pytest.raises(ValueError, match="generate_batch"):
-            model.generate_batch([[5, 6, 7]])
+@pytest.mark.by_day("heads")
+def test_an_early_exit_is_refused_and_cuts_no_layers(speculating):
+    for use_mtp in [None, False]:
+        before = speculating.model.config.num_hidden_layers
+        with pytest.raises(ValueError, match="assistant_early_exit=.*1"):
+            speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
+        assert speculating.model.config.num_hidden_layers == before
+        assert len(speculating.model.get_decoder().layers) == before
 
 
 class Counting(LogitsProcessor):
@@ -171,6 +149,7 @@ class Counting(LogitsProcessor):
         return scores.index_fill(1, torch.tensor([self.calls % 40 + 2]), float("-inf"))
 
 
+@pytest.mark.by_day("heads")
 def test_processors_that_count_their_calls_say_so(speculating):
     plain, ours = Counting(marked=False), Counting(marked=True)
     want = speculating.plain(logits_processor=LogitsProcessorList([plain]))
@@ -180,6 +159,7 @@ def test_processors_that_count_their_calls_say_so(speculating):
         speculating.generate(logits_processor=LogitsProcessorList([ours]), use_mtp=True)
 
 
+@pytest.mark.by_day("heads-2", "ngram-1")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_prompt_of_embeddings(speculating, rows):
     """Drafts of heads and n-grams need no ids of the prompt; assistants do, and leave it to plain decoding."""
@@ -203,52 +183,26 @@ def test_a_prompt_of_embeddings(speculating, rows):
     assert torch.equal(got, speculating.plain(again, attention_mask=mask))
 
 
-@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
-def test_parallel_prediction_takes_embeddings(variant):
-    model, prompt = student(variant), ids(2, 6)
-    embeds, options = model.get_input_embeddings()(prompt), dict(max_new_tokens=8, do_sample=False)
-    mask = torch.ones_like(prompt)
-    want = model.generate(prompt, attention_mask=mask, use_mtp=False, **options)
-    out = model.generate(inputs_embeds=embeds, attention_mask=mask, use_mtp=True, **options)
-    assert torch.equal(out, want[:, 6:])
-    with torch.no_grad():
-        torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(prompt).logits)
-        slots = torch.rand(2, 3)
-        first, second = model(prompt, uniforms=slots), model(inputs_embeds=embeds, uniforms=slots)
-    torch.testing.assert_close(first.logits, second.logits)
-    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
-        model()
-    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
-        model(prompt, inputs_embeds=embeds)
+def test_parallel_prediction_takes_embeddings():
+    for variant in ["one_hot", "categorical"]:
+        model, prompt = student(variant), ids(2, 6)
+        embeds, options = model.get_input_embeddings()(prompt), dict(max_new_tokens=8, do_sample=False)
+        mask = torch.ones_like(prompt)
+        want = model.generate(prompt, attention_mask=mask, use_mtp=False, **options)
+        out = model.generate(inputs_embeds=embeds, attention_mask=mask, use_mtp=True, **options)
+        assert torch.equal(out, want[:, 6:])
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(prompt).logits)
+            slots = torch.rand(2, 3)
+            first, second = model(prompt, uniforms=slots), model(inputs_embeds=embeds, uniforms=slots)
+        torch.testing.assert_close(first.logits, second.logits)
+        with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
+            model()
+        with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
+            model(prompt, inputs_embeds=embeds)
 
 
-def rows_that_end_early(model, **options):
-    """Plain decoding of two rows; the first ends after a few tokens: its output, and an eos id."""
-    free = model.generate(PROMPT, **(OPTIONS | options))
-    eos = next(int(token) for place, token in enumerate(free[0, 7:]) if place > 1 and token not in free[1])
-    options = options | dict(eos_token_id=eos, pad_token_id=0, return_dict_in_generate=True)
-    return model.generate(PROMPT, **(OPTIONS | options)), eos
-
-
-def test_a_cache_of_rows_that_ended_early_is_continued(speculating):
-    """A second turn for both rows, behind what the first left in the cache."""
-    plainly = {} if speculating.options else {"use_mtp": False}
-    begun, eos = rows_that_end_early(speculating.model, **plainly)
-    ends = [row.index(eos) + 1 if eos in row else len(row) for row in begun.sequences.tolist()]
-    assert ends[0] < ends[1]
-    asked = torch.tensor([[20, 21, 22], [23, 24, 25]])
-    mask = torch.arange(begun.sequences.shape[1]) < torch.tensor(ends)[:, None]
-    turn = torch.cat([begun.sequences, asked], dim=1)
-    out = speculating.generate(
-        turn, attention_mask=torch.nn.functional.pad(mask, (0, 3), value=True).long(),
-        past_key_values=begun.past_key_values,
-    )  # fmt: skip
-    for row, end in enumerate(ends):
-        alone = torch.cat([begun.sequences[row, :end], asked[row]])[None]
-        want = speculating.plain(alone, attention_mask=torch.ones_like(alone))
-        assert out[row, -12:].tolist() == want[0, -12:].tolist()
-
-
+@pytest.mark.by_day("heads")
 def test_a_cache_of_inference_mode_is_continued_outside(speculating):
     want = speculating.plain(max_new_tokens=16)
     for plainly in (False, True):
@@ -272,6 +226,7 @@ LOOK_UPS = {
 }
 
 
+@pytest.mark.by_day("ngram-static-gemma3", "suffix-None-llama", "recycling-None-gemma3")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", LOOK_UPS)
@@ -283,43 +238,3 @@ def test_look_ups_draft_where_a_prompt_has_embeddings_alone(kind, cache, name):
     drafter = LOOK_UPS[kind]().attach(model)
     assert torch.equal(model.generate(**options, do_sample=False, assistant_model=drafter), want)
     assert model.generate(**options, do_sample=True, assistant_model=drafter).shape == want.shape
-
-
-UNREAD = [{"draft_tree": {"depth": 1}}, {"verification": "token"}, {"verification": "nonsense"}, {"seed": 3}]
-
-
-@pytest.mark.parametrize("options", UNREAD, ids=str)
-def test_options_of_our_drafters_are_refused_beside_others(speculating, options):
-    message = f"{next(iter(options))}= is not read by prompt_lookup_num_tokens, which drafts here"
-    with pytest.raises(ValueError, match=message):
-        speculating.generate(PROMPT[:1], attention_mask=None, prompt_lookup_num_tokens=2, **options)
-    model = tiny_model()
-    with pytest.raises(ValueError, match=f"{next(iter(options))}= is not read by assistant_model"):
-        model.generate(PROMPT[:1], assistant_model=tiny_model(), max_new_tokens=4, **options)
-
-
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("saved", [False, True], ids=["call", "config"])
-def test_prompt_lookup_beside_a_named_drafter_is_refused(kind, saved):
-    speculating = Speculating(kind)
-    if saved:
-        speculating.model.generation_config.prompt_lookup_num_tokens = 2
-    options = {} if saved else {"prompt_lookup_num_tokens": 2}
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2.*assistant_model"):
-        speculating.generate(PROMPT[:1], attention_mask=None, **options)
-
-
-def test_a_saved_verification_does_not_hinder_other_drafters():
-    model = tiny_model()
-    model.generation_config.verification = "token"
-    assert model.generate(PROMPT[:1], prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False).shape == (1, 11)
-
-
-def test_a_tree_is_checked_also_where_nothing_is_drafted(speculating):
-    with pytest.raises(ValueError, match="draft_tree='x'"):
-        speculating.generate(draft_tree="x", use_mtp=False)
-
-
-def test_layers_that_are_contrasted_are_not_forgotten(speculating):
-    with pytest.raises(ValueError, match="use_mtp=.*dola_layers=.*'low'"):
-        speculating.generate(dola_layers="low", use_mtp=True)

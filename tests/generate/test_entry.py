@@ -43,38 +43,43 @@ def fields_on(place, model, **fields):
 PLACES = ["call", "passed", "own"]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_stop_strings(pair, place):
-    model, extra, plain = pair
-    tokenizer = EvaByteTokenizer()
-    mask = {"attention_mask": GREEDY["attention_mask"][:1]}
-    text = tokenizer.decode(model.generate(IDS[:1], **(GREEDY | mask), **plain)[0, 6:])
-    fields = fields_on(place, model, stop_strings=[next(c for c in text[3:] if " " < c < "~")]) | mask
-    common = fields if place == "passed" else GREEDY | fields
-    want = model.generate(IDS[:1], tokenizer=tokenizer, **common, **plain)
-    out = model.generate(IDS[:1], tokenizer=tokenizer, **common, **extra, **DICT)
-    assert torch.equal(out.sequences, want) and want.shape[1] < 22 and len(out.speculation.rows_drafts[0]) > 0
-    with pytest.raises(ValueError, match="tokenizer"):
-        model.generate(IDS[:1], **common, **extra)
+@pytest.mark.by_day("heads")
+def test_stop_strings(pair):
+    for place in PLACES:
+        model, extra, plain = pair
+        tokenizer = EvaByteTokenizer()
+        mask = {"attention_mask": GREEDY["attention_mask"][:1]}
+        text = tokenizer.decode(model.generate(IDS[:1], **(GREEDY | mask), **plain)[0, 6:])
+        fields = fields_on(place, model, stop_strings=[next(c for c in text[3:] if " " < c < "~")]) | mask
+        common = fields if place == "passed" else GREEDY | fields
+        want = model.generate(IDS[:1], tokenizer=tokenizer, **common, **plain)
+        out = model.generate(IDS[:1], tokenizer=tokenizer, **common, **extra, **DICT)
+        assert torch.equal(out.sequences, want) and want.shape[1] < 22 and len(out.speculation.rows_drafts[0]) > 0
+        with pytest.raises(ValueError, match="tokenizer"):
+            model.generate(IDS[:1], **common, **extra)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_several_return_sequences_with_use_mtp(pair, place):
-    model, extra, _ = pair
-    fields = fields_on(place, model, use_mtp=True, num_return_sequences=3, do_sample=True)
-    common = {name: value for name, value in GREEDY.items() if name == "attention_mask" or place != "passed"} | fields
-    if place == "own":
-        del common["do_sample"]
-    out = model.generate(IDS, **common, **extra, **DICT)
-    assert out.sequences.shape == (6, 22) and len(out.speculation.rows_drafts) == 6
+@pytest.mark.by_day("heads")
+def test_several_return_sequences_with_use_mtp(pair):
+    for place in PLACES:
+        model, extra, _ = pair
+        fields = fields_on(place, model, use_mtp=True, num_return_sequences=3, do_sample=True)
+        common = {
+            name: value for name, value in GREEDY.items() if name == "attention_mask" or place != "passed"
+        } | fields
+        if place == "own":
+            del common["do_sample"]
+        out = model.generate(IDS, **common, **extra, **DICT)
+        assert out.sequences.shape == (6, 22) and len(out.speculation.rows_drafts) == 6
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("managed", [False, True])
 def test_peers_of_sharded_models_are_found_as_transformers_does(pair, managed, monkeypatch):
     model, extra, _ = pair
     synced = []
     run = SpeculativeLoop.run
-    monkeypatch.setattr(SpeculativeLoop, "run", lambda self, given=False: synced.append(given) or run(self))
+    monkeypatch.setattr(SpeculativeLoop, "run", lambda self, outputs, given: synced.append(given) or run(self, outputs))
     for name, value in {"is_available": True, "is_initialized": True, "get_world_size": 2}.items():
         monkeypatch.setattr(generate_module.torch.distributed, name, lambda *args, value=value: value)
     monkeypatch.setattr(generate_module, "is_fsdp_managed_module", lambda module: managed)

@@ -1,5 +1,7 @@
 """Fields of transformers' GenerationConfig that speculation might pass over: heeded, or said not to be."""
 
+import itertools
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -53,16 +55,15 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["evabyte", "heads"])
-@pytest.mark.parametrize(("options", "instead"), UNREAD, ids=lambda value: next(iter(value)))
-def test_what_only_loops_of_transformers_read_is_said(kind, options, instead, monkeypatch):
-    said = []
-    monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
-    model, extra = speculating(kind)
-    want = model.generate(IDS, **GREEDY, **({} if extra else {"use_mtp": False}))
-    assert torch.equal(model.generate(IDS, **GREEDY, **extra), want) and not said
-    assert torch.equal(model.generate(IDS, **GREEDY, **extra, **options), want)
-    (message,) = said
-    assert message.startswith(f"{next(iter(options))}=") and instead in message
-    model.generate(IDS, **GREEDY, **({} if extra else {"use_mtp": False}), **options)
-    assert len(said) == 1
+def test_what_only_loops_of_transformers_read_is_said(monkeypatch):
+    for kind, (options, instead) in itertools.product(["evabyte", "heads"], UNREAD):
+        said = []
+        monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
+        model, extra = speculating(kind)
+        want = model.generate(IDS, **GREEDY, **({} if extra else {"use_mtp": False}))
+        assert torch.equal(model.generate(IDS, **GREEDY, **extra), want) and not said
+        assert torch.equal(model.generate(IDS, **GREEDY, **extra, **options), want)
+        (message,) = said
+        assert message.startswith(f"{next(iter(options))}=") and instead in message
+        model.generate(IDS, **GREEDY, **({} if extra else {"use_mtp": False}), **options)
+        assert len(said) == 1

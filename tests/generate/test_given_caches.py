@@ -1,5 +1,7 @@
 """A cache that the caller passes in holds, after the call, what plain decoding would have left: the text goes on."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -27,23 +29,22 @@ def goes_on(model, batch, cache, answer, further, **options):
     return torch.equal(again, model.generate(**whole, **common))
 
 
-@pytest.mark.parametrize("answer", [{}, {"return_dict_in_generate": True}], ids=["tokens", "dict"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_columns_are_laid_out_as_the_text_is(name, answer):
-    model = backbone(name)
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    cache = DynamicCache(config=model.config)
-    assert goes_on(model, left_padded(prompts(4)), cache, answer, {}, assistant_model=drafter)
+def test_columns_are_laid_out_as_the_text_is():
+    for answer, name in itertools.product([{}, {"return_dict_in_generate": True}], ["llama", "mistral"]):
+        model = backbone(name)
+        drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+        cache = DynamicCache(config=model.config)
+        assert goes_on(model, left_padded(prompts(4)), cache, answer, {}, assistant_model=drafter)
 
 
-@pytest.mark.parametrize("answer", [{}, {"return_dict_in_generate": True}], ids=["tokens", "dict"])
-def test_rows_that_ended_early_are_fed_to_their_end(answer):
-    model = trained_model()
-    texts = [torch.randint(70, 190, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 14)]
-    batch = left_padded(texts)
-    plain = model.generate(**batch, max_new_tokens=NEW, do_sample=False, use_mtp=False)
-    ends = dict(eos_token_id=int(plain[0, 14 + 6]), pad_token_id=0)
-    assert goes_on(model, batch, model.own_cache()(), answer, {"use_mtp": False}, **ends)
+def test_rows_that_ended_early_are_fed_to_their_end():
+    for answer in [{}, {"return_dict_in_generate": True}]:
+        model = trained_model()
+        texts = [torch.randint(70, 190, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 14)]
+        batch = left_padded(texts)
+        plain = model.generate(**batch, max_new_tokens=NEW, do_sample=False, use_mtp=False)
+        ends = dict(eos_token_id=int(plain[0, 14 + 6]), pad_token_id=0)
+        assert goes_on(model, batch, model.own_cache()(), answer, {"use_mtp": False}, **ends)
 
 
 @pytest.mark.core
@@ -75,23 +76,13 @@ def test_nothing_is_fed_where_nobody_sees_the_cache(monkeypatch):
     assert counts[0] == counts[1] - 1
 
 
-@pytest.mark.parametrize("sequences", [1, 3])
-def test_a_cache_of_another_batch_is_refused(sequences):
-    model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
-    NgramDrafter().attach(model, default=True)
-    model(torch.full((sequences, 4), 5), past_key_values=cache)
-    with pytest.raises(ValueError, match=rf"{CACHE}.*{sequences}.*2"):
-        model.generate(prompt, past_key_values=cache, max_new_tokens=4)
-
-
-def test_a_static_cache_that_is_too_small_is_refused_by_how_much():
-    model, prompt = backbone(), torch.full((2, 6), 5)
-    drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match=rf"{CACHE}.*9.*13.*max_cache_len.*4"):
-        cache = StaticCache(config=model.config, max_cache_len=9)
-        model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
-    cache = StaticCache(config=model.config, max_cache_len=13)
-    model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
+def test_a_cache_of_another_batch_is_refused():
+    for sequences in [1, 3]:
+        model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
+        NgramDrafter().attach(model, default=True)
+        model(torch.full((sequences, 4), 5), past_key_values=cache)
+        with pytest.raises(ValueError, match=rf"{CACHE}.*{sequences}.*2"):
+            model.generate(prompt, past_key_values=cache, max_new_tokens=4)
 
 
 def test_a_call_that_fails_leaves_layers_of_transformers():

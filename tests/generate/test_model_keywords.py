@@ -1,6 +1,7 @@
 """What a model takes in every forward in addition to ids, mask and positions reaches the forwards of drafts, too."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import (
 from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
 from tests.matrix.decoding import warnings_of
 from tests.models import left_padded, trained_model
-from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter, PTPStudent
+from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
@@ -85,13 +86,6 @@ class ByOutputs(Steered):
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs) | {"steering": bias}
 
 
-class Wrapped(LlamaForCausalLM):
-    """Hands on what it does not name."""
-
-    def forward(self, *args, steering=None, **kwargs):
-        return with_bias(super().forward(*args, **kwargs), steering)
-
-
 def model_of(kind=Steered):
     model = copy.deepcopy(backbone())
     model.__class__ = kind
@@ -129,6 +123,7 @@ def speculates(model, drafter, batch, shows=True, **keywords):
     return out
 
 
+@pytest.mark.by_day("[V]-tree", "[1, 1, V]-eagle", "[B, 1, V]-assistant")
 @pytest.mark.core_cases("[B, 1, V]-ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("shape", ["[V]", "[B, 1, V]", "[1, 1, V]"])
@@ -137,11 +132,6 @@ def test_a_keyword_of_the_call_reaches_every_forward(drafter, shape):
     steering = {"[V]": bias(1)[0, 0], "[B, 1, V]": bias(4), "[1, 1, V]": bias(1)}[shape]
     out = speculates(model, DRAFTERS[drafter](model), batch, steering=steering)
     assert not torch.equal(out.sequences, model.generate(**batch, **GREEDY)), "or the case shows nothing"
-
-
-def test_it_reaches_them_after_a_prompt_of_one_token():
-    model = model_of()
-    speculates(model, DRAFTERS["ngram"](model), dict(input_ids=torch.tensor([[5], [9]])), steering=bias(2))
 
 
 def test_it_is_repeated_for_several_texts_of_a_prompt():
@@ -154,13 +144,12 @@ def test_it_is_repeated_for_several_texts_of_a_prompt():
     assert torch.equal(*texts)
 
 
-@pytest.mark.core_cases("ngram-OfTokens")
-@pytest.mark.parametrize("kind", [Adding, OfTokens, Grown, ByOutputs])
-@pytest.mark.parametrize("drafter", ["ngram", "tree"])
-def test_methods_of_a_class_of_ones_own_decode_plainly(drafter, kind):
-    model = model_of(kind)
-    keywords = {"steering": bias(4, 20)} if kind is Grown else {}
-    speculates(model, DRAFTERS[drafter](model), left_padded(prompts(4)), shows=False, **keywords)
+@pytest.mark.core
+def test_methods_of_a_class_of_ones_own_decode_plainly():
+    for kind, drafter in itertools.product([Adding, OfTokens, Grown, ByOutputs], ["ngram", "tree"]):
+        model = model_of(kind)
+        keywords = {"steering": bias(4, 20)} if kind is Grown else {}
+        speculates(model, DRAFTERS[drafter](model), left_padded(prompts(4)), shows=False, **keywords)
 
 
 def test_a_whole_prompt_that_nobody_slices_decodes_plainly():
@@ -199,6 +188,7 @@ class Always(Steered):
         return with_bias(super().forward(*args, **kwargs), self.bias)
 
 
+@pytest.mark.by_day("assistant")
 @pytest.mark.parametrize("kind", ["assistant", "ngram"])
 def test_sampled_text_follows_the_steered_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
@@ -227,30 +217,26 @@ class SteeredModules(DeepSeekMTP):
         return with_bias(super().forward(input_ids, **kwargs), steering)
 
 
-@pytest.mark.parametrize("kind", [SteeredEvaByte, SteeredModules])
-def test_models_that_draft_for_themselves_hand_it_on(kind):
-    if kind is SteeredEvaByte:
-        model = copy.deepcopy(trained_model())
-    else:
-        from tests.families import family_model
+def test_models_that_draft_for_themselves_hand_it_on():
+    for kind in [SteeredEvaByte, SteeredModules]:
+        if kind is SteeredEvaByte:
+            model = copy.deepcopy(trained_model())
+        else:
+            from tests.families import family_model
 
-        model = family_model("deepseek_v3")
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    model.__class__ = kind
-    size = model.config.get_text_config().vocab_size
-    steering = torch.randn(2, 1, size, generator=torch.Generator().manual_seed(0)) * 2
-    batch = left_padded([torch.arange(70, 79), torch.arange(70, 84)])
-    plain = model.generate(**batch, **GREEDY, steering=steering, use_mtp=False)
-    got = model.generate(**batch, **GREEDY, steering=steering, use_mtp=True)
-    assert torch.equal(got, plain)
-    assert not torch.equal(plain, model.generate(**batch, **GREEDY, use_mtp=False))
-
-
-def test_a_student_with_slots_leaves_it_to_plain_decoding():
-    model = model_of()
-    speculates(model, PTPStudent.from_backbone(model, num_slots=3), left_padded(prompts(4)), False, steering=bias(4))
+            model = family_model("deepseek_v3")
+            model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        model.__class__ = kind
+        size = model.config.get_text_config().vocab_size
+        steering = torch.randn(2, 1, size, generator=torch.Generator().manual_seed(0)) * 2
+        batch = left_padded([torch.arange(70, 79), torch.arange(70, 84)])
+        plain = model.generate(**batch, **GREEDY, steering=steering, use_mtp=False)
+        got = model.generate(**batch, **GREEDY, steering=steering, use_mtp=True)
+        assert torch.equal(got, plain)
+        assert not torch.equal(plain, model.generate(**batch, **GREEDY, use_mtp=False))
 
 
+@pytest.mark.by_day("20-tree")
 @pytest.mark.parametrize("drafter", ["ngram", "tree", "heads"])
 @pytest.mark.parametrize("columns", [5, 20])
 def test_states_of_an_encoder_are_attended_to_in_every_forward(drafter, columns):
@@ -266,35 +252,34 @@ def test_states_of_an_encoder_are_attended_to_in_every_forward(drafter, columns)
     speculates(model, made, batch)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "tree"])
-@pytest.mark.parametrize("shows", ["image", "text"])
-def test_positions_that_a_model_counts_from_one(drafter, shows):
-    torch.manual_seed(1)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    text = dict(
-        model_type="gemma", vocab_size=64, num_key_value_heads=2, head_dim=8, initializer_range=0.3, bos_token_id=1,
-        eos_token_id=None, pad_token_id=0, **sizes,
-    )  # fmt: skip
-    vision = dict(model_type="siglip_vision_model", image_size=16, patch_size=8, projection_dim=32, **sizes)
-    config = PaliGemmaConfig(
-        text_config=text, vision_config=vision, image_token_index=60, projection_dim=32, hidden_size=32
-    )
-    model = PaliGemmaForConditionalGeneration(config).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    image = [60] * 4 * (shows == "image")
-    batch = left_padded([torch.tensor([*image, 5, 6, 7, 8, 9, 5, 6]), torch.tensor([*image, 9, 8, 7, 6])])
-    if image:
-        batch |= dict(pixel_values=torch.randn(2, 3, 16, 16), token_type_ids=torch.zeros_like(batch["input_ids"]))
-    speculates(model, DRAFTERS[drafter](model), batch)
+def test_positions_that_a_model_counts_from_one():
+    for drafter, shows in itertools.product(["ngram", "tree"], ["image", "text"]):
+        torch.manual_seed(1)
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        text = dict(
+            model_type="gemma", vocab_size=64, num_key_value_heads=2, head_dim=8, initializer_range=0.3, bos_token_id=1,
+            eos_token_id=None, pad_token_id=0, **sizes,
+        )  # fmt: skip
+        vision = dict(model_type="siglip_vision_model", image_size=16, patch_size=8, projection_dim=32, **sizes)
+        config = PaliGemmaConfig(
+            text_config=text, vision_config=vision, image_token_index=60, projection_dim=32, hidden_size=32
+        )
+        model = PaliGemmaForConditionalGeneration(config).eval()
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        image = [60] * 4 * (shows == "image")
+        batch = left_padded([torch.tensor([*image, 5, 6, 7, 8, 9, 5, 6]), torch.tensor([*image, 9, 8, 7, 6])])
+        if image:
+            batch |= dict(pixel_values=torch.randn(2, 3, 16, 16), token_type_ids=torch.zeros_like(batch["input_ids"]))
+        speculates(model, DRAFTERS[drafter](model), batch)
 
 
-@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
-def test_virtual_tokens_of_peft_decode_plainly(kind):
+def test_virtual_tokens_of_peft_decode_plainly():
     """peft prepares the inputs of such a call instead of the model."""
-    adapted = get_peft_model(model_of(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(adapted)
-    for batch in (left_padded(prompts(4)), dict(input_ids=prompts(4)[3][None])):
-        speculates(adapted, drafter, batch, shows=False)
+    for kind in [PromptTuningConfig, PrefixTuningConfig]:
+        adapted = get_peft_model(model_of(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+        drafter = NgramDrafter(longest=1, num_tokens=4).attach(adapted)
+        for batch in (left_padded(prompts(4)), dict(input_ids=prompts(4)[3][None])):
+            speculates(adapted, drafter, batch, shows=False)
 
 
 def test_pictures_among_the_layers_of_the_cache_decode_plainly():
@@ -316,10 +301,3 @@ def test_pictures_among_the_layers_of_the_cache_decode_plainly():
     image = dict(pixel_values=torch.randn(2, 1, 1, 3, 16, 16), aspect_ratio_ids=one, aspect_ratio_mask=one[:, None])
     speculates(model, drafter, batch | image | seen, shows=False)
     speculates(model, drafter, left_padded(prompts(4, 47)))
-
-
-def test_a_forward_that_hands_on_its_keywords_is_asked_with_its_bases():
-    model, batch = model_of(Wrapped), left_padded(prompts(3))
-    plain = model.generate(**batch, **GREEDY, steering=bias(3))
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    assert torch.equal(model.generate(**batch, **GREEDY, steering=bias(3), assistant_model=drafter), plain)

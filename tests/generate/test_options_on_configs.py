@@ -8,11 +8,9 @@ from transformers import GenerationConfig
 
 from tests.every_model import llama, moved_heads
 from tests.families import family_model
-from tests.models import tiny_model
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter, NgramDrafter
 from tokenahead.generation import plan as plan_module
-from tokenahead.generation.trees.growth import tree_options
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
 PLAIN = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
@@ -36,6 +34,7 @@ def saved(tmp_path, **fields):
     return GenerationConfig.from_pretrained(tmp_path)
 
 
+@pytest.mark.by_day("paths")
 @pytest.mark.core_cases("dynamic")
 @pytest.mark.parametrize("tree", [TREE, PATHS, {"choices": PATHS}], ids=["dynamic", "paths", "choices"])
 def test_a_tree_of_a_saved_config_is_drafted(tree, tmp_path):
@@ -54,19 +53,6 @@ def test_a_tree_of_a_saved_config_is_drafted(tree, tmp_path):
     assert max(sizes(model.generate(PROMPT, generation_config=config, draft_tree=[[0]]))) == 1
 
 
-def test_a_tree_on_a_config_serves_attached_heads_too():
-    model = llama()
-    heads = moved_heads(model)
-    model.generation_config.draft_tree = TREE
-    out = model.generate(PROMPT, assistant_model=heads, **PLAIN)
-    assert max(sizes(out)) == 4
-    assert torch.equal(out.sequences, model.generate(PROMPT, **PLAIN).sequences)
-
-
-def test_a_tree_from_json_is_what_it_was():
-    assert tree_options(json.loads(json.dumps(PATHS))) == tree_options(PATHS)
-
-
 @pytest.mark.core
 def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     model = student()
@@ -80,44 +66,19 @@ def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     assert torch.equal(model.generate(PROMPT, generation_config=config, seed=4), other)
 
 
-def test_a_draft_vocabulary_of_a_saved_config_is_read(tmp_path):
-    model = modules()
-    config = saved(tmp_path, draft_vocabulary=[4, 5, 6], **PLAIN)
-    out = model.generate(PROMPT, generation_config=config)
-    assert {token for draft in out.speculation.drafts for token in draft} <= {4, 5, 6}
-    assert out.speculation.vocabulary_coverage is not None
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_what_a_config_says_is_checked_as_what_a_call_says():
+    for fields, message in [
         ({"draft_tree": {"depth": 1, "width": 2}}, "draft_tree=.*{'depth': 1, 'width': 2}"),
         ({"slot_budget": 5}, "slot_budget=.*DeepSeekMTP"),
         ({"seed": 1}, "seed="),
-    ],
-)
-def test_what_a_config_says_is_checked_as_what_a_call_says(fields, message):
-    model = modules()
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, generation_config=GenerationConfig(**fields, **PLAIN))
-    for name, value in fields.items():
-        setattr(model.generation_config, name, value)
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, **PLAIN)
-
-
-@pytest.mark.parametrize("use_mtp", [None, False])
-@pytest.mark.parametrize("name", ["uniforms", "draft_vocabulary", "seed"])
-def test_tensors_are_refused_on_configs(name, use_mtp):
-    for model in (student(), tiny_model()):
-        with pytest.raises(ValueError, match=f"{name} is set on a GenerationConfig, which holds what can be saved"):
-            config = GenerationConfig(**{name: torch.zeros(1, 12)}, **PLAIN)
-            model.generate(PROMPT, generation_config=config, use_mtp=use_mtp)
-        setattr(model.generation_config, name, torch.zeros(1, 12))
-        with pytest.raises(ValueError, match=f"pass {name}= to generate itself"):
-            model.generate(PROMPT, **PLAIN, use_mtp=use_mtp)
-    with pytest.raises(ValueError, match="GenerationConfig"):
-        tiny_model().generate(PROMPT, generation_config=GenerationConfig(uniforms=[[0.5] * 8], **PLAIN))
+    ]:
+        model = modules()
+        with pytest.raises(ValueError, match=message):
+            model.generate(PROMPT, generation_config=GenerationConfig(**fields, **PLAIN))
+        for name, value in fields.items():
+            setattr(model.generation_config, name, value)
+        with pytest.raises(ValueError, match=message):
+            model.generate(PROMPT, **PLAIN)
 
 
 OTHERS = {
@@ -127,32 +88,23 @@ OTHERS = {
 }
 
 
-@pytest.mark.core_cases("ngram")
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(name, monkeypatch):
-    make, tree, why = OTHERS[name]
-    said = []
-    monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
-    model = llama()
-    want, drafter = model.generate(PROMPT, **PLAIN).sequences, make(model).attach(model)
-    model.generation_config.draft_tree, model.generation_config.slot_budget = tree, 4
-    for passed in ({}, {"generation_config": GenerationConfig(draft_tree=tree)}):  # a pipeline passes a copy
-        out = model.generate(PROMPT, **passed, **PLAIN, assistant_model=drafter)
-        assert torch.equal(out.sequences, want) and sizes(out) > {0}
-        assert "The generation_config of LlamaForCausalLM is not followed in all: " in said[-1]
-    with pytest.raises(ValueError, match=why):
-        model.generate(PROMPT, **PLAIN, assistant_model=drafter, draft_tree=tree)
-    with pytest.raises(ValueError, match="seed="):
-        model.generate(PROMPT, generation_config=GenerationConfig(seed=5, **PLAIN), assistant_model=drafter)
-
-
 @pytest.mark.core
-def test_a_models_own_config_does_not_break_drafts_of_transformers():
-    common = dict(max_new_tokens=4, do_sample=False)
-    for model, assistant in ((tiny_model(), tiny_model()), (modules(), modules())):
-        model.generation_config.draft_tree = TREE
-        assert model.generate(PROMPT, prompt_lookup_num_tokens=2, **common).shape == (1, 11)
-        assert model.generate(PROMPT, assistant_model=assistant, **common).shape == (1, 11)
+def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(monkeypatch):
+    for name in OTHERS:
+        make, tree, why = OTHERS[name]
+        said = []
+        monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
+        model = llama()
+        want, drafter = model.generate(PROMPT, **PLAIN).sequences, make(model).attach(model)
+        model.generation_config.draft_tree, model.generation_config.slot_budget = tree, 4
+        for passed in ({}, {"generation_config": GenerationConfig(draft_tree=tree)}):  # a pipeline passes a copy
+            out = model.generate(PROMPT, **passed, **PLAIN, assistant_model=drafter)
+            assert torch.equal(out.sequences, want) and sizes(out) > {0}
+            assert "The generation_config of LlamaForCausalLM is not followed in all: " in said[-1]
+        with pytest.raises(ValueError, match=why):
+            model.generate(PROMPT, **PLAIN, assistant_model=drafter, draft_tree=tree)
+        with pytest.raises(ValueError, match="seed="):
+            model.generate(PROMPT, generation_config=GenerationConfig(seed=5, **PLAIN), assistant_model=drafter)
 
 
 def test_the_assistant_says_last_how_many_tokens_it_drafts():
@@ -175,13 +127,3 @@ def test_the_assistant_says_last_how_many_tokens_it_drafts():
     small.generation_config.num_assistant_tokens = 0
     with pytest.raises(ValueError, match="num_assistant_tokens=0"):
         model.generate(PROMPT, assistant_model=drafter, **PLAIN)
-
-
-def test_a_field_that_a_call_unsets_stays_unset_where_drafts_are_asked_for():
-    model = llama()
-    drafter = NgramDrafter(longest=1).attach(model)
-    whole = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
-    model.generation_config.eos_token_id = int(whole[0, PROMPT.shape[1]])
-    for asked in (None, True):
-        out = model.generate(PROMPT, **PLAIN, assistant_model=drafter, use_mtp=asked, eos_token_id=None)
-        assert torch.equal(out.sequences, whole)

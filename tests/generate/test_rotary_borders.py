@@ -6,7 +6,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from tests.models import left_padded
 from tokenahead import AssistantDrafter, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM
-from tokenahead.configuration.fields import rotary_border
 
 BORDER = 160
 _SIZES = dict(
@@ -48,6 +47,7 @@ def prompts(*lengths):
     return left_padded([torch.randint(2, 48, (length,), generator=generator) for length in lengths])
 
 
+@pytest.mark.by_day("ragged-dynamic-heads", "alone-longrope-n-gram")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", [dynamic, longrope])
 @pytest.mark.parametrize("lengths", [(BORDER - 20,), (BORDER - 20, 3, BORDER - 60)], ids=["alone", "ragged"])
@@ -63,6 +63,7 @@ def test_a_text_across_the_border_is_decoded_plainly(kind, drafter, lengths):
         model.generate(**inputs, max_new_tokens=30, assistant_model=assistant, use_mtp=True)
 
 
+@pytest.mark.by_day("alone-dynamic-n-gram tree", "ragged-longrope-EAGLE")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", [dynamic, longrope])
 @pytest.mark.parametrize("lengths", [(9,), (12, 3, 7)], ids=["alone", "ragged"])
@@ -75,13 +76,13 @@ def test_a_text_below_the_border_is_drafted(kind, drafter, lengths):
     assert any(draft for row in found.speculation.rows_drafts for draft in row)
 
 
-@pytest.mark.parametrize("lengths", [(BORDER + 1,), (BORDER + 12, 30, BORDER - 4)], ids=["alone", "ragged"])
-def test_a_text_behind_the_border_of_longrope_is_drafted(lengths):
-    model, inputs = made(longrope), prompts(*lengths)
-    want = model.generate(**inputs, max_new_tokens=30, do_sample=False)
-    drafter = DRAFTERS["n-gram"](model)
-    found = model.generate(**inputs, max_new_tokens=30, do_sample=False, assistant_model=drafter, use_mtp=True)
-    assert torch.equal(found, want)
+def test_a_text_behind_the_border_of_longrope_is_drafted():
+    for lengths in [(BORDER + 1,), (BORDER + 12, 30, BORDER - 4)]:
+        model, inputs = made(longrope), prompts(*lengths)
+        want = model.generate(**inputs, max_new_tokens=30, do_sample=False)
+        drafter = DRAFTERS["n-gram"](model)
+        found = model.generate(**inputs, max_new_tokens=30, do_sample=False, assistant_model=drafter, use_mtp=True)
+        assert torch.equal(found, want)
 
 
 def test_a_source_of_uniforms_is_refused_across_the_border():
@@ -90,15 +91,7 @@ def test_a_source_of_uniforms_is_refused_across_the_border():
         model.generate(**prompts(BORDER - 5), max_new_tokens=30, do_sample=True, seed=3)
 
 
-def test_other_types_have_no_border():
-    assert rotary_border(None) is None
-    assert rotary_border(LlamaConfig()) is None
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    assert rotary_border(LlamaConfig(rope_parameters=yarn)) is None
-    layers = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}
-    assert rotary_border(LlamaConfig(rope_parameters=layers, max_position_embeddings=99)) == ("dynamic", 99)
-
-
+@pytest.mark.by_day("85")
 @pytest.mark.parametrize("length", [20, 85])
 def test_trials_of_trees_stay_below_the_border(length, caplog):
     model = made(longrope)

@@ -1,9 +1,7 @@
 """A seed of parallel token prediction repeats a run; a row's text depends on its seed and its prompt alone."""
 
-import numpy
 import pytest
 import torch
-from transformers import StaticCache
 
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
@@ -31,6 +29,7 @@ def how(rule, many):
     return ({} if rule is None else {"verification": rule}) | ({} if many == 1 else {"best_of": many})
 
 
+@pytest.mark.by_day("one_hot-block-1", "categorical-coupled-3", "mask-coupled-1")
 @pytest.mark.parametrize(("variant", "rule", "many"), RULES)
 def test_a_row_depends_on_its_seed_and_its_prompt_alone(variant, rule, many):
     model, batch, options = model_of(variant), prompts(), how(rule, many)
@@ -48,6 +47,7 @@ def test_a_row_depends_on_its_seed_and_its_prompt_alone(variant, rule, many):
         assert torch.equal(write(model, batch, length, seed=seeds, **options), text[:, :length])
 
 
+@pytest.mark.by_day("one_hot-coupled-2", "categorical-token-1")
 @pytest.mark.parametrize(("variant", "rule", "many"), RULES)
 def test_one_seed_gives_every_row_its_own_stream_and_repeats_without_drafts(variant, rule, many):
     model, options = model_of(variant), how(rule, many)
@@ -72,24 +72,8 @@ def test_rows_that_end_leave_the_others_as_they_are():
         assert got[:length] == row[:length] and not any(got[length:])
 
 
-@pytest.mark.parametrize("given", ["cache", "implementation"])
-def test_a_static_cache_decodes_plainly_with_the_same_uniforms(given):
-    model, batch = model_of("one_hot"), prompts()
-    text = write(model, batch, seed=3)
-    end = int(text[1, 4])
-    for ends in (None, end):
-        options = {"seed": 3, "eos_token_id": ends}
-        plain = write(model, batch, use_mtp=False, **options)
-        if given == "cache":
-            options["past_key_values"] = StaticCache(model.config.backbone_config, max_cache_len=40)
-        else:
-            options["cache_implementation"] = "static"
-        assert torch.equal(write(model, batch, **options), plain)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_a_seed_cannot_be():
+    for options, message in [
         ({"seed": 1, "num_beams": 2}, "seed=.*num_beams=.*2"),
         ({"seed": 1, "num_beams": 2, "do_sample": False}, "seed=.*num_beams=.*2"),
         ({"uniforms": torch.rand(1, 3), "num_beams": 2}, "uniforms=.*num_beams=.*2"),
@@ -102,24 +86,9 @@ def test_a_static_cache_decodes_plainly_with_the_same_uniforms(given):
         ({"seed": 2**64}, "must.*64"),
         ({"seed": [1, 2]}, "seed.*2.*1"),
         ({"uniforms": [[0.5, 0.1, 0.2]]}, r"torch.tensor\(uniforms\)"),
-    ],
-)
-def test_what_a_seed_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        write(model_of("one_hot"), [ids(3)], 3, **options)
-
-
-def test_a_number_of_numpy_is_a_seed():
-    model = model_of("one_hot")
-    plain = write(model, [ids(3)], 3, seed=7)
-    assert torch.equal(write(model, [ids(3)], 3, seed=numpy.int64(7)), plain)
-    assert torch.equal(write(model, [ids(3)], 3, seed=numpy.array([7])), write(model, [ids(3)], 3, seed=[7]))
-
-
-def test_an_assistant_of_somebody_else_reads_no_seed():
-    model = model_of("one_hot")
-    with pytest.raises(ValueError, match="seed=.*assistant_model"):
-        write(model, [ids(3)], 3, seed=1, assistant_model=backbone(seed=4).double())
+    ]:
+        with pytest.raises(ValueError, match=message):
+            write(model_of("one_hot"), [ids(3)], 3, **options)
 
 
 def test_without_a_seed_torch_says_what_is_drawn():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.every_model import llama
-from tokenahead import GenerateSpeculativeOutput, NgramDrafter, Speculation
+from tokenahead import NgramDrafter, Speculation
 
 
 def test_one_row_is_a_plain_list():
@@ -60,17 +60,3 @@ def test_ended_sequences_count_in_no_further_call():
     assert alone[0].new_tokens < alone[1].new_tokens == 24
     assert stats.rows_calls == [each.backbone_calls for each in alone]
     assert stats.tokens_per_call == sum(each.new_tokens for each in alone) / sum(each.backbone_calls for each in alone)
-
-
-def test_times_do_not_make_calls_differ():
-    fast, slow = (Speculation([[1]], [[[4]]], 2, 3, seconds, seconds) for seconds in (0.1, 9.0))
-    assert fast == slow
-    assert fast != Speculation([[1]], [[[4]]], 3, 3)
-
-
-def test_output_has_the_statistics_beside_what_transformers_returns():
-    statistics = Speculation([[1]], [[[4]]])
-    output = GenerateSpeculativeOutput(sequences="ids", speculation=statistics)
-    assert output.speculation is output["speculation"] is statistics
-    assert output.sequences == "ids" and output.scores is None
-    assert list(output) == ["sequences", "speculation"]

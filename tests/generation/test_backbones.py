@@ -43,6 +43,7 @@ def model_of(name):
     return model
 
 
+@pytest.mark.by_day("falcon", "bloom")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_distances_of_columns_allow_chains_and_no_trees(name):
     model, batch = model_of(name), prompts(4)
@@ -65,13 +66,13 @@ def test_a_forward_without_positions_is_refused():
         NgramDrafter().attach(RoFormerForCausalLM(config))
 
 
-@pytest.mark.parametrize("kind", [BertConfig, MegatronBertConfig])
-def test_encoders_are_refused_and_the_same_layers_as_decoders_are_not(kind):
-    model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, **SIZES, **IDS))
-    with pytest.raises(ValueError, match="is_decoder="):
+def test_encoders_are_refused_and_the_same_layers_as_decoders_are_not():
+    for kind in [BertConfig, MegatronBertConfig]:
+        model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, **SIZES, **IDS))
+        with pytest.raises(ValueError, match="is_decoder="):
+            NgramDrafter().attach(model)
+        model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, is_decoder=True, **SIZES, **IDS))
         NgramDrafter().attach(model)
-    model = AutoModelForCausalLM.from_config(kind(intermediate_size=64, is_decoder=True, **SIZES, **IDS))
-    NgramDrafter().attach(model)
 
 
 def test_decoders_whose_config_does_not_say_so_are_taken():
@@ -85,14 +86,14 @@ def test_a_model_without_a_cache_is_refused():
         NgramDrafter().attach(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize("kind", ["heads", "ngram"])
-def test_trees_need_attention_with_dense_masks(kind):
-    model, prompt = backbone(), prompts(4)[3][None]
-    drafter = train_heads(model, steps=1) if kind == "heads" else NgramDrafter(branches=2).attach(model)
-    asked = {"draft_tree": {"depth": 1, "top_k": 2, "total_tokens": 4}} if kind == "heads" else {}
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2"):
-        model.generate(prompt, assistant_model=drafter, max_new_tokens=8, **asked)
+def test_trees_need_attention_with_dense_masks():
+    for kind in ["heads", "ngram"]:
+        model, prompt = backbone(), prompts(4)[3][None]
+        drafter = train_heads(model, steps=1) if kind == "heads" else NgramDrafter(branches=2).attach(model)
+        asked = {"draft_tree": {"depth": 1, "top_k": 2, "total_tokens": 4}} if kind == "heads" else {}
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="flash_attention_2"):
+            model.generate(prompt, assistant_model=drafter, max_new_tokens=8, **asked)
 
 
 def test_a_picture_in_the_cache_without_tokens_is_refused():

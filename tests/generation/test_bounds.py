@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
 
 from tests.every_model import llama
 from tests.ptp_models import student
@@ -57,6 +56,7 @@ def detaching(drafter):
         each.detach()
 
 
+@pytest.mark.by_day("sampled-suffix", "greedy-heads", "greedy-slots", "sampled-joined")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 def test_huge_drafts_change_nothing(base, kind, options):
@@ -69,6 +69,7 @@ def test_huge_drafts_change_nothing(base, kind, options):
             assert options["do_sample"] or torch.equal(out, wanted)
 
 
+@pytest.mark.by_day("False-suffix", "True-heads", "False-cascade")
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "recycling", "heads", "eagle 1", "cascade"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_huge_trees_change_nothing(base, kind, do_sample):
@@ -83,13 +84,6 @@ def test_huge_trees_change_nothing(base, kind, do_sample):
                 assert "draft_tree" in str(error)
                 continue
             assert do_sample or torch.equal(out, wanted)
-
-
-def test_a_generation_config_is_cut_too(base):
-    config = GenerationConfig(max_new_tokens=12, num_assistant_tokens=10**9, pad_token_id=0)
-    with detaching(NgramDrafter().attach(base)) as drafter:
-        out = base.generate(PROMPT, generation_config=config, assistant_model=drafter)
-    assert torch.equal(out, base.generate(PROMPT, max_new_tokens=12))
 
 
 def test_the_loop_of_transformers_is_bounded_too(base):
@@ -110,16 +104,10 @@ def test_cuts_are_the_tokens_left_or_the_context(base):
     assert tree == {"depth": 99, "top_k": 100, "total_tokens": 100}
 
 
-def test_usual_drafts_are_never_cut_beforehand(base):
-    tree = {"depth": 7, "top_k": 10, "total_tokens": 81}
-    options = CallOptions(num_assistant_tokens=8, draft_tree=tree).cut(base, PROMPT, 8)
-    assert (options.num_assistant_tokens, options.draft_tree) == (8, tree)
-
-
-@pytest.mark.parametrize("rank", [64, 10**9, 2**62, 2**70])
-def test_a_rank_beyond_the_vocabulary_is_refused(rank):
-    with pytest.raises(ValueError, match=f"{rank}"):
-        ranked_tree([(0,), (rank,)], torch.zeros(1, 64), lambda tokens, parents: torch.zeros(1, 1, 64))
+def test_a_rank_beyond_the_vocabulary_is_refused():
+    for rank in [64, 10**9, 2**62, 2**70]:
+        with pytest.raises(ValueError, match=f"{rank}"):
+            ranked_tree([(0,), (rank,)], torch.zeros(1, 64), lambda tokens, parents: torch.zeros(1, 1, 64))
 
 
 def test_a_seed_gives_the_same_text_at_any_limit():
@@ -139,9 +127,8 @@ def test_a_huge_request_allocates_little(base):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
+def test_numbers_in_a_file_of_suffixes_are_checked(tmp_path):
+    for changed in [
         {"factor": float("inf")},
         {"factor": float("nan")},
         {"factor": -1.0},
@@ -152,23 +139,20 @@ def test_a_huge_request_allocates_little(base):
         {"counts": 0},
         {"counts": 2**62},
         {"tokens": 2**40},
-    ],
-    ids=str,
-)
-def test_numbers_in_a_file_of_suffixes_are_checked(changed, tmp_path):
-    drafter = SuffixDrafter()
-    drafter.add([5, 6, 7, 5, 6])
-    drafter.save_pretrained(tmp_path)
-    tensors = load_file(file := tmp_path / "suffixes.safetensors")
-    options = {"depth": 24, "num_tokens": 16, "max_nodes": 1 << 18, "factor": 1.0, "least": 0.1}
-    for name, value in changed.items():
-        if name in tensors:
-            tensors[name][0] = value
-        else:
-            options[name] = value
-    save_file(tensors, file, {"options": json.dumps(options)})
-    with pytest.raises(ValueError, match="suffixes"):
-        SuffixDrafter.from_pretrained(tmp_path)
+    ]:
+        drafter = SuffixDrafter()
+        drafter.add([5, 6, 7, 5, 6])
+        drafter.save_pretrained(tmp_path)
+        tensors = load_file(file := tmp_path / "suffixes.safetensors")
+        options = {"depth": 24, "num_tokens": 16, "max_nodes": 1 << 18, "factor": 1.0, "least": 0.1}
+        for name, value in changed.items():
+            if name in tensors:
+                tensors[name][0] = value
+            else:
+                options[name] = value
+        save_file(tensors, file, {"options": json.dumps(options)})
+        with pytest.raises(ValueError, match="suffixes"):
+            SuffixDrafter.from_pretrained(tmp_path)
 
 
 def test_ids_that_are_added_are_of_the_vocabulary(base):

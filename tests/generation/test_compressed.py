@@ -1,7 +1,5 @@
 """Windows that are compressed once they are full: each sequence has its own, however many drafts it accepts."""
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -9,7 +7,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.families import family_config, family_model, random_ids, shake
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
-from tokenahead import AssistantDrafter
 from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.backbone.compressed import CompressedBackbone
 from tokenahead.generation.call.sequences import NewTokens
@@ -21,6 +18,7 @@ def model_of(**changes):
     return shake(AutoModelForCausalLM.from_config(family_config("deepseek_v4", 0, **changes))).eval()
 
 
+@pytest.mark.by_day("rates1-4", "rates2-13")
 @pytest.mark.parametrize("prompt", [1, 4, 13])
 @pytest.mark.parametrize("rates", [(5, 2), (9, 4), (2, 1)])
 @torch.no_grad()
@@ -54,6 +52,7 @@ def test_single_tokens_in_a_row_behind_uneven_texts():
             torch.testing.assert_close(logits[row, 0], whole[step], atol=2e-5, rtol=0)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_beside_padding_scores_are_those_of_transformers_which_depend_on_it(drafts):
     """Windows count columns, and masks of blocks count tokens: a single token sees more entries than one in a block."""
@@ -69,19 +68,3 @@ def test_beside_padding_scores_are_those_of_transformers_which_depend_on_it(draf
     assert not any(module._forward_pre_hooks for module in model.modules())
     alone = model.generate(padded["input_ids"][1:2, 7:], use_mtp=False, **options)
     assert not torch.allclose(alone.logits[0], plain.logits[0][1:2], atol=1e-3)
-
-
-def test_trees_are_refused_by_name():
-    model = family_model("deepseek_v4")
-    with pytest.raises(ValueError, match="deepseek_v4: .*compressed windows.*draft_tree"):
-        model.generate(random_ids(1, 5), draft_tree={"top_k": 2}, max_new_tokens=4, do_sample=False)
-
-
-def test_a_model_of_this_kind_may_be_an_assistant():
-    """Of itself: every draft is accepted."""
-    model, ids = family_model("deepseek_v4", 1, vocab_size=4).main, random_ids(3, 9) % 4
-    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=19, do_sample=False, pad_token_id=0)
-    plain, drafter = model.generate(ids, **options), AssistantDrafter(copy.deepcopy(model), num_tokens=5).attach(model)
-    out = model.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **options)
-    assert torch.equal(out.sequences, plain)
-    assert out.speculation.rows_accepted == [[5, 5, 5]] * 3

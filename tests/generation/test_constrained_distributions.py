@@ -83,42 +83,42 @@ def five_tokens(monkeypatch):
     monkeypatch.setattr(tree_worlds, "V", V)
 
 
-@pytest.mark.parametrize("kind", ["host", "table", "function"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_drafts_are_drawn_from_the_masked_conditionals_along_them(shape, kind):
-    world, parents = Constrained(seed=1), SHAPES[shape]
-    tokens = torch.tensor(list(itertools.product(range(V), repeat=len(parents))))[::7].repeat(2, 1)
-    tree = DraftTree(tokens, torch.tensor(parents).expand_as(tokens))
-    free, want = world.along(world.free, tree), world.along(world.q, tree)
-    options = SimpleNamespace(processing=Processing(LogitsProcessorList([world.processor(kind)])))
-    masks = options.processing.masks(Sequences(torch.tensor(PROMPT).repeat(len(tokens), 1)), True)
-    levels = [[0], *([n + 1 for n, _ in enumerate(parents) if depth_of(parents, n) == d] for d in range(1, DEPTH + 1))]
-    alive = torch.ones(len(tokens), 1, dtype=torch.bool)
-    for places, below in itertools.pairwise(levels):
-        got = warped(free[:, places], options, False, masks)
-        torch.testing.assert_close(got[alive], want[:, places][alive], atol=1e-12, rtol=0)
-        if not below:
-            break
-        chosen = tokens[:, [place - 1 for place in below]]
-        above = torch.tensor([places.index(parents[place - 1] + 1) for place in below]).expand_as(chosen)
-        legal = want[:, places].flatten(1).gather(1, above * V + chosen) > 0
-        legal |= world.along(world.p, tree)[:, places].flatten(1).gather(1, above * V + chosen) > 0
-        alive = legal & alive.gather(1, above)
-        masks.extend(chosen, above)
+def test_drafts_are_drawn_from_the_masked_conditionals_along_them():
+    for kind, shape in itertools.product(["host", "table", "function"], SHAPES):
+        world, parents = Constrained(seed=1), SHAPES[shape]
+        tokens = torch.tensor(list(itertools.product(range(V), repeat=len(parents))))[::7].repeat(2, 1)
+        tree = DraftTree(tokens, torch.tensor(parents).expand_as(tokens))
+        free, want = world.along(world.free, tree), world.along(world.q, tree)
+        options = SimpleNamespace(processing=Processing(LogitsProcessorList([world.processor(kind)])))
+        masks = options.processing.masks(Sequences(torch.tensor(PROMPT).repeat(len(tokens), 1)), True)
+        levels = [
+            [0],
+            *([n + 1 for n, _ in enumerate(parents) if depth_of(parents, n) == d] for d in range(1, DEPTH + 1)),
+        ]
+        alive = torch.ones(len(tokens), 1, dtype=torch.bool)
+        for places, below in itertools.pairwise(levels):
+            got = warped(free[:, places], options, False, masks)
+            torch.testing.assert_close(got[alive], want[:, places][alive], atol=1e-12, rtol=0)
+            if not below:
+                break
+            chosen = tokens[:, [place - 1 for place in below]]
+            above = torch.tensor([places.index(parents[place - 1] + 1) for place in below]).expand_as(chosen)
+            legal = want[:, places].flatten(1).gather(1, above * V + chosen) > 0
+            legal |= world.along(world.p, tree)[:, places].flatten(1).gather(1, above * V + chosen) > 0
+            alive = legal & alive.gather(1, above)
+            masks.extend(chosen, above)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_emitted_has_the_targets_distribution(shape, rule, seed):
-    world = Constrained(seed)
-    assert ((world.free * (world.p > 0)).sum(-1) == 0).any()
-    tree, chance = all_trees(world, SHAPES[shape], replacement=shape == "chain")
-    possible = chance > 0
-    halves = possible.view(2, -1).any(0).repeat(2)
-    tree = DraftTree(tree.tokens[halves], tree.parents[halves], tree.probs[halves], replacement=tree.replacement)
-    found = emitted_distribution(world, tree, chance[halves], rule)
-    assert (found - world.target()).abs().max() < 1e-12
+def test_what_is_emitted_has_the_targets_distribution():
+    for seed, rule, shape in itertools.product(range(3), ["token", "block"], SHAPES):
+        world = Constrained(seed)
+        assert ((world.free * (world.p > 0)).sum(-1) == 0).any()
+        tree, chance = all_trees(world, SHAPES[shape], replacement=shape == "chain")
+        possible = chance > 0
+        halves = possible.view(2, -1).any(0).repeat(2)
+        tree = DraftTree(tree.tokens[halves], tree.parents[halves], tree.probs[halves], replacement=tree.replacement)
+        found = emitted_distribution(world, tree, chance[halves], rule)
+        assert (found - world.target()).abs().max() < 1e-12
 
 
 def depth_of(parents, node):

@@ -1,5 +1,6 @@
 """Drafts that know the constraint: what is drafted under them, what is asked, and what is refused."""
 
+import itertools
 import json
 import logging
 import re
@@ -15,12 +16,10 @@ from tests.backbones import backbone, code, prompts, train_heads
 from tests.no_sync import NoSync
 from tokenahead import GrammarConstraint, LookaheadDrafter, NgramDrafter, RecyclingDrafter, SuffixDrafter
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
-from tokenahead.generation.call.options import DraftOptions, chosen
+from tokenahead.generation.call.options import NumberCheck, chosen
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 V = 48
 TREE = {"draft_tree": {"top_k": 3, "total_tokens": 12}}
@@ -68,6 +67,7 @@ def drafter_of(name, model):
     return LOOK_UPS[name]().attach(model)
 
 
+@pytest.mark.by_day("ff-chain", "suffix-tree")
 @pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", [*HEADS, *LOOK_UPS])
 def test_all_ways_to_say_one_distribution_draft_alike(name, options):
@@ -123,6 +123,7 @@ CONSTRAINTS = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 @pytest.mark.parametrize("name", ["ff", "hydra", *LOOK_UPS])
 def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
@@ -140,31 +141,7 @@ def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
         assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("options", [{}, TREE, {"draft_tree": [(0,), (1,), (0, 0)]}], ids=["chain", "tree", "fixed"])
-def test_sampled_text_has_the_backbones_distribution(options):
-    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
-    heads = train_heads(model, steps=20, **HEADS["hmm"])
-    constraint = dict(bad_words_ids=[[4, 4], [3]], begin_suppress_tokens=[2], top_k=0, temperature=1.0)
-    torch.manual_seed(3)
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=6, num_return_sequences=3_000,
-        assistant_model=heads, return_dict_in_generate=True, **constraint, **options,
-    )  # fmt: skip
-    assert all(token != 3 for row in out.speculation.rows_drafts for draft in row for token in draft)
-    distribution = continuation_distribution(model, prompt, 3, **constraint)
-    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
-
-
-def test_a_model_without_the_constraints_tokens_drafts_what_is_allowed():
-    """The conditional has no mass on what is allowed: any allowed token is drafted, and its distribution says so."""
-    processing = Processing(LogitsProcessorList([library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1, 2], 1)]))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
-    masks = processing.masks(Sequences(torch.tensor([[3, 4]])), True)
-    token, q = DraftOptions.choose(options, torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]]), masks=masks)
-    assert token in (1, 2) and torch.equal(q, torch.tensor([[0, 0.5, 0.5, 0]]))
-    assert torch.equal(masks.paths, token[:, None, None])
-
-
+@pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("name", ["ff", "hmm", "hydra"])
 def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):
     model, ids = backbone(), prompts(1)[0][None]
@@ -176,16 +153,6 @@ def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):
                 prefix_allowed_tokens_fn=lambda row, prefix: [4, 6] if len(prefix) % 3 else [5, 6, 8], **options,
             )  # fmt: skip
             assert set(out[0, ids.shape[1] :].tolist()) <= {4, 5, 6, 8}
-
-
-def test_calls_without_constraints_know_nothing_of_them():
-    tokens = Sequences(torch.tensor([[3, 4]]))
-    plain = [library.TemperatureLogitsWarper(0.5), library.RepetitionPenaltyLogitsProcessor(1.2)]
-    assert Processing(LogitsProcessorList(plain)).masks(tokens, True) is None
-    suppressed = Processing(LogitsProcessorList([library.SuppressTokensLogitsProcessor([1])]))
-    assert suppressed.masks(tokens, True) is None and suppressed.masks(tokens, False) is not None
-    over = Processing(LogitsProcessorList([library.MinLengthLogitsProcessor(2, [1])]))
-    assert over.masks(tokens, False) is None
 
 
 def test_tables_never_make_the_host_wait():
@@ -255,15 +222,14 @@ DEAD_END = {
 }
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("way", DEAD_END)
-def test_a_state_that_allows_nothing_is_named_once_the_text_reaches_it(way, do_sample):
-    model, ids = backbone(), torch.arange(4, 12)[None]
-    heads = train_heads(model, steps=20, **HEADS["ff"])
-    common = dict(attention_mask=torch.ones_like(ids), assistant_model=heads, do_sample=do_sample)
-    model.generate(ids, max_new_tokens=4, **common, **DEAD_END[way]())
-    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn|PrefixConstrained|TableAutomaton"):
-        model.generate(ids, max_new_tokens=9, **common, **DEAD_END[way]())
+def test_a_state_that_allows_nothing_is_named_once_the_text_reaches_it():
+    for do_sample, way in itertools.product([False, True], DEAD_END):
+        model, ids = backbone(), torch.arange(4, 12)[None]
+        heads = train_heads(model, steps=20, **HEADS["ff"])
+        common = dict(attention_mask=torch.ones_like(ids), assistant_model=heads, do_sample=do_sample)
+        model.generate(ids, max_new_tokens=4, **common, **DEAD_END[way]())
+        with pytest.raises(ValueError, match="prefix_allowed_tokens_fn|PrefixConstrained|TableAutomaton"):
+            model.generate(ids, max_new_tokens=9, **common, **DEAD_END[way]())
 
 
 class Wide(AutomatonProcessor):
@@ -278,30 +244,18 @@ class Whole(Wide):
         return torch.zeros(V)
 
 
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
+def test_masks_beyond_the_vocabulary_are_refused():
+    for way, message in [
         ({"prefix_allowed_tokens_fn": lambda row, ids: [3, V]}, f"token {V}.*{V - 1}"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [-1]}, "token -1"),
         ({"logits_processor": [Wide()]}, f"Wide.*{V + 1}.*{V - 1}"),
         ({"logits_processor": [only(torch.ones(V + 1).bool())]}, f"TableAutomaton.*{V}.*{V - 1}"),
         ({"logits_processor": [Whole()]}, "Whole.*float32.*bool"),
-    ],
-)
-def test_masks_beyond_the_vocabulary_are_refused(way, message):
-    model, ids = backbone(), prompts(1)[0][None]
-    drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match=message):
-        model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=4, **way)
-
-
-def test_tables_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="next_states.*0 to 5.*0 to 2"):
-        TableAutomaton(torch.full((3, 4), 5).index_fill(0, torch.tensor([0]), 0), torch.ones(3, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="start=3"):
-        TableAutomaton(torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool), start=3)
-    with pytest.raises(ValueError, match=r"\(3, 4\) and \(3, 5\)"):
-        TableAutomaton(torch.zeros(3, 4), torch.ones(3, 5, dtype=torch.bool))
+    ]:
+        model, ids = backbone(), prompts(1)[0][None]
+        drafter = NgramDrafter().attach(model)
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=4, **way)
 
 
 class Liar(LogitsProcessor):
@@ -346,25 +300,25 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("drafts", [{}, {"drafter": True}], ids=["own heads", "assistant"])
-def test_grammars_are_kept_to_with_drafts_that_know_them(drafts):
-    pytest.importorskip("llguidance")
-    tokenizer = AutoTokenizer.from_pretrained(BOX)
-    model = AutoModelForCausalLM.from_pretrained(BOX, dtype="float32").eval()
-    constraint, calls = GrammarConstraint(tokenizer, regex=r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}"), []
-    inputs = tokenizer("x = ", return_tensors="pt")
-    common = dict(max_new_tokens=40, logits_processor=[constraint], return_dict_in_generate=True)
-    if drafts:
-        drafts = {"assistant_model": NgramDrafter().attach(model)}
-    plain = model.generate(**inputs, do_sample=False, use_mtp=False, **common).sequences
-    for do_sample in (False, True):
-        torch.manual_seed(1)
-        out = model.generate(**inputs, do_sample=do_sample, **common, **drafts)
-        text = tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert re.fullmatch(r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}", text)
-        assert do_sample or torch.equal(out.sequences, plain)
-        calls.append(out.speculation.backbone_calls)
-    assert drafts or calls[0] < 14
+def test_grammars_are_kept_to_with_drafts_that_know_them():
+    for drafts in [{}, {"drafter": True}]:
+        pytest.importorskip("llguidance")
+        tokenizer = AutoTokenizer.from_pretrained(BOX)
+        model = AutoModelForCausalLM.from_pretrained(BOX, dtype="float32").eval()
+        constraint, calls = GrammarConstraint(tokenizer, regex=r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}"), []
+        inputs = tokenizer("x = ", return_tensors="pt")
+        common = dict(max_new_tokens=40, logits_processor=[constraint], return_dict_in_generate=True)
+        if drafts:
+            drafts = {"assistant_model": NgramDrafter().attach(model)}
+        plain = model.generate(**inputs, do_sample=False, use_mtp=False, **common).sequences
+        for do_sample in (False, True):
+            torch.manual_seed(1)
+            out = model.generate(**inputs, do_sample=do_sample, **common, **drafts)
+            text = tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            assert re.fullmatch(r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}", text)
+            assert do_sample or torch.equal(out.sequences, plain)
+            calls.append(out.speculation.backbone_calls)
+        assert drafts or calls[0] < 14
 
 
 def test_json_schemas_are_kept_to():
@@ -379,22 +333,7 @@ def test_json_schemas_are_kept_to():
         assert json.loads(row).keys() == {"name", "ok"}
 
 
-def test_grammars_that_cannot_be_read_are_refused(monkeypatch):
-    pytest.importorskip("llguidance")
-    tokenizer = AutoTokenizer.from_pretrained(BOX)
-    for given, message in [
-        ({}, "json_schema, regex and grammar"),
-        ({"regex": "a", "grammar": "b"}, "regex and grammar"),
-        ({"regex": "a("}, r"(?s)regex='a\('.*unclosed"),
-        ({"json_schema": {"type": "objct"}}, "objct"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            GrammarConstraint(tokenizer, **given)
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(ImportError, match="constraints"):
-        GrammarConstraint(tokenizer, regex="a")
-
-
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 @pytest.mark.parametrize("is_apart", [False, True])

@@ -1,5 +1,6 @@
 """Positions and token types that a call gives, or that an image makes, go on in drafts as in plain decoding."""
 
+import itertools
 from functools import wraps
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
 
 from tests.backbones import prompts
-from tests.families import family_model
 from tests.models import left_padded, trained_model
 from tests.ptp_models import CONFIGS, student
 from tests.ptp_models import backbone as ptp_backbone
@@ -44,76 +44,48 @@ def given(batch, name):
     return {}
 
 
-@pytest.mark.parametrize("branches", [1, 3], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["none", "token_type_ids", "position_ids"])
-def test_inputs_of_single_tokens_go_on(name, branches):
-    model, batch = gpt2(), left_padded(prompts(4))
-    drafter = NgramDrafter(longest=1, num_tokens=4, branches=branches).attach(model)
-    options = batch | given(batch, name) | GREEDY
-    plain = model.generate(**options)
-    out = model.generate(**options, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
-    if name != "none":
-        assert not torch.equal(plain, model.generate(**batch, **GREEDY)), "or the case shows nothing"
+def test_inputs_of_single_tokens_go_on():
+    for branches, name in itertools.product([1, 3], ["none", "token_type_ids", "position_ids"]):
+        model, batch = gpt2(), left_padded(prompts(4))
+        drafter = NgramDrafter(longest=1, num_tokens=4, branches=branches).attach(model)
+        options = batch | given(batch, name) | GREEDY
+        plain = model.generate(**options)
+        out = model.generate(**options, assistant_model=drafter, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
+        if name != "none":
+            assert not torch.equal(plain, model.generate(**batch, **GREEDY)), "or the case shows nothing"
 
 
-@pytest.mark.parametrize("name", ["token_type_ids", "position_ids"])
-def test_one_row_of_them_serves_all_rows_and_all_texts(name):
-    model = gpt2()
-    batch = {"input_ids": torch.stack([prompts(4)[3]] * 2), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    more = {key: value[:1] for key, value in given(batch, name).items()}
-    plain = model.generate(**batch, **more, **GREEDY)
-    assert torch.equal(model.generate(**batch, **more, **GREEDY, assistant_model=drafter), plain)
-
-
-@pytest.mark.parametrize("branches", [1, 3], ids=["chain", "tree"])
-@pytest.mark.parametrize("rows", ["image", "image and text"])
-def test_positions_behind_an_image(rows, branches):
-    torch.manual_seed(1)
-    config = Qwen2VLConfig(
-        text_config=TEXT, vision_config=VISION, image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62,
-        vision_end_token_id=63,
-    )  # fmt: skip
-    model = Qwen2VLForConditionalGeneration(config).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    texts = [torch.tensor([5, 6, 62, *[IMAGE] * 64, 63, 7, 8, 9, 10])]
-    texts += [torch.tensor([9, 8, 7, 6])] if rows == "image and text" else []
-    batch = left_padded(texts)
-    batch |= dict(
-        pixel_values=torch.randn(256, 3 * 2 * 4 * 4), image_grid_thw=torch.tensor([[1, 16, 16]]),
-        mm_token_type_ids=(batch["input_ids"] == IMAGE).int(),
-    )  # fmt: skip
-    drafter = NgramDrafter(longest=1, num_tokens=4, branches=branches).attach(model)
-    plain = model.generate(**batch, **GREEDY)
-    out = model.generate(**batch, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
-
-
-def test_positions_of_models_with_modules():
-    model = family_model("deepseek_v3")
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    batch = left_padded(prompts(4))
-    options = batch | given(batch, "position_ids") | GREEDY
-    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
-
-
-@pytest.mark.core_cases("token_type_ids")
-@pytest.mark.parametrize("name", ["token_type_ids", "position_ids"])
-def test_slots_that_ride_along(name):
-    model, batch = gpt2(), left_padded(prompts(4))
-    apart = PTPStudent.from_backbone(model, num_slots=3)
-    options = batch | given(batch, name) | GREEDY
-    plain = model.generate(**options)
-    assert torch.equal(model.generate(**options, assistant_model=apart), plain)
+def test_positions_behind_an_image():
+    for branches, rows in itertools.product([1, 3], ["image", "image and text"]):
+        torch.manual_seed(1)
+        config = Qwen2VLConfig(
+            text_config=TEXT, vision_config=VISION, image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62,
+            vision_end_token_id=63,
+        )  # fmt: skip
+        model = Qwen2VLForConditionalGeneration(config).eval()
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        texts = [torch.tensor([5, 6, 62, *[IMAGE] * 64, 63, 7, 8, 9, 10])]
+        texts += [torch.tensor([9, 8, 7, 6])] if rows == "image and text" else []
+        batch = left_padded(texts)
+        batch |= dict(
+            pixel_values=torch.randn(256, 3 * 2 * 4 * 4), image_grid_thw=torch.tensor([[1, 16, 16]]),
+            mm_token_type_ids=(batch["input_ids"] == IMAGE).int(),
+        )  # fmt: skip
+        drafter = NgramDrafter(longest=1, num_tokens=4, branches=branches).attach(model)
+        plain = model.generate(**batch, **GREEDY)
+        out = model.generate(**batch, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
 
 
 @pytest.mark.core
-def test_positions_of_a_model_with_slots_of_its_own():
-    model = student(base=ptp_backbone(CONFIGS["gpt2"]()))
-    batch = left_padded(prompts(3, vocabulary=11))
-    options = batch | given(batch, "position_ids") | GREEDY | {"pad_token_id": 0}
-    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
+def test_slots_that_ride_along():
+    for name in ["token_type_ids", "position_ids"]:
+        model, batch = gpt2(), left_padded(prompts(4))
+        apart = PTPStudent.from_backbone(model, num_slots=3)
+        options = batch | given(batch, name) | GREEDY
+        plain = model.generate(**options)
+        assert torch.equal(model.generate(**options, assistant_model=apart), plain)
 
 
 def test_one_token_at_a_time_on_a_static_cache():

@@ -1,7 +1,5 @@
 """Short convolutions and distances between columns: each sequence has its own, however many drafts it accepts."""
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,7 +7,6 @@ from transformers import AutoModelForCausalLM
 from tests.families import family_config, family_model, random_ids, shake
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
-from tokenahead import AssistantDrafter, NgramDrafter
 from tokenahead.generation.backbone import cache as rows_module
 from tokenahead.generation.backbone.convolved import ConvolvedBackbone
 
@@ -35,6 +32,7 @@ def ragged(lengths, vocabulary):
     return left_padded([row[:length] for row, length in zip(ids, lengths)])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("prompt", [1, 4, 13])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kinds", KINDS)
@@ -56,6 +54,7 @@ def test_blocks_give_what_single_tokens_give_and_the_cache_that_they_leave(promp
             torch.testing.assert_close(ours[last], theirs[0], atol=2e-5, rtol=0)
 
 
+@pytest.mark.by_day("1")
 def test_padding_is_no_input_of_convolutions_and_counts_as_columns():
     """transformers scales scores by columns, padding among them, so that its own text depends on it; so does ours."""
     model = family_model("inkling_text", 0, 2, vocab_size=3)
@@ -72,6 +71,7 @@ def test_padding_is_no_input_of_convolutions_and_counts_as_columns():
     assert not torch.allclose(alone.logits[0], plain.logits[0][1:2], atol=1e-3)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("vocabulary", [3, 96])
 @torch.no_grad()
 def test_drafts_in_ragged_batches_are_what_modules_say_of_whole_texts(vocabulary):
@@ -94,6 +94,7 @@ def test_drafts_in_ragged_batches_are_what_modules_say_of_whole_texts(vocabulary
     assert compared > 20
 
 
+@pytest.mark.by_day("64")
 def test_sequences_that_have_ended_are_left_out():
     model = family_model("inkling_text", 0, 2, vocab_size=3)
     batch = ragged(range(3, 9), 3)
@@ -102,23 +103,3 @@ def test_sequences_that_have_ended_are_left_out():
     out = model.generate(**batch, num_assistant_tokens=2, **options)
     assert torch.equal(out.sequences, plain.sequences)
     assert len({len(row) for row in out.speculation.rows_accepted}) > 1
-
-
-def test_trees_are_refused_by_name():
-    model = family_model("inkling_text")
-    with pytest.raises(ValueError, match="inkling_text: .*short convolutions.*draft_tree"):
-        model.generate(random_ids(1, 5), draft_tree={"top_k": 2}, max_new_tokens=4, do_sample=False)
-
-
-def test_a_model_of_this_kind_may_have_any_drafter_and_be_an_assistant():
-    model, ids = family_model("inkling_text", 1, vocab_size=4).main, random_ids(3, 9) % 4
-    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=19, do_sample=False, pad_token_id=0)
-    plain = model.generate(ids, **options)
-    options |= dict(return_dict_in_generate=True)
-    drafter = NgramDrafter().attach(model)
-    out = model.generate(ids, assistant_model=drafter, **options)
-    assert torch.equal(out.sequences, plain)
-    assert len({tuple(row) for row in out.speculation.rows_accepted}) > 1
-    drafter = AssistantDrafter(copy.deepcopy(model), num_tokens=5).attach(model)
-    out = model.generate(ids, assistant_model=drafter, **options)
-    assert torch.equal(out.sequences, plain) and out.speculation.rows_accepted == [[5, 5, 5]] * 3

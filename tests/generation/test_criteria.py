@@ -93,6 +93,7 @@ def in_cycles(stopping: Stopping, prompt: torch.Tensor, texts: torch.Tensor, rng
     return tokens.columns(0, max(tokens.lengths), PAD)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("own", [Watcher, LastAlone, EndsAt])
 @pytest.mark.parametrize("decide", ["all", "any", "each"])
@@ -146,6 +147,7 @@ def batch_of(seed: int, rows: int = 4):
     return dict(input_ids=ids, attention_mask=mask, max_new_tokens=30, pad_token_id=0, suppress_tokens=[0])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("eos", [None, 5])
 @pytest.mark.parametrize("decide", ["all", "any", "each"])
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -193,6 +195,7 @@ def test_good_drafts_stay_good(eos):
     assert 2 * max(counts[1:]) <= counts[0], counts
 
 
+@pytest.mark.by_day("qwen3_next")
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next", "inkling_text", "evabyte"])
 def test_returned_caches_go_on_where_the_batch_was_stopped(name):
     """Whether sequences run ahead (their columns are cut), or wait for each other (other caches cannot be cut)."""

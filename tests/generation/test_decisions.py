@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 from tests.branches import Branches, continued
 from tokenahead.extending import AttachableDrafter, AutomatonProcessor, DraftSession, DraftTree
-from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.options import DraftOptions, block_chain, grow_chain
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import Sequences
 from tokenahead.generation.candidates import CandidateAdapter
@@ -20,7 +20,7 @@ from tokenahead.generation.contract import VerificationResult
 from tokenahead.generation.forced import ForcedSession
 from tokenahead.generation.lookups.cascade import CascadeSession, LookupCalibration
 from tokenahead.generation.trees.building import drawn_tree, dynamic_tree, of_real
-from tokenahead.generation.trees.growth import block_chain, grow, grow_chain
+from tokenahead.generation.trees.growth import grow
 from tokenahead.generation.verification.rules import verify
 from tokenahead.generation.verification.verifiers import SampledVerifier, Uniforms
 
@@ -210,6 +210,7 @@ def gap(monkeypatch, session, rule, p):
     return max(abs(found.get(text, 0.0) - want[text]) for text in want)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_text_has_the_targets_distribution(name, rule, monkeypatch):
@@ -295,6 +296,7 @@ CALLS = {
 }
 
 
+@pytest.mark.by_day("state-token", "no numbers-block", "state, tree-block")
 @pytest.mark.parametrize(
     ("name", "rule"), [*((name, "block") for name in CALLS), ("state", "token"), ("no numbers", "token")]
 )

@@ -15,11 +15,11 @@ from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
 from tokenahead.generation.backbone import static as static_module
+from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.tensors import buffers as buffers_module
 from tokenahead.generation.tensors.masks import cached_arange
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.verification.cycles import Cycle
-from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.modeling.heads.attached import HeadSession
 
 NEW = 24
 COMMON = dict(max_new_tokens=NEW, pad_token_id=0, use_mtp=True, return_dict_in_generate=True)
@@ -80,6 +80,7 @@ def same(one, other):
     return torch.equal(one.sequences, other.sequences) and one.speculation == other.speculation
 
 
+@pytest.mark.by_day("greedy, eos", "processors", "fixed tree", "grown tree")
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_and_statistics_are_those_of_the_eager_loop(model, way):
     drafter = train_heads(model)
@@ -91,6 +92,7 @@ def test_texts_and_statistics_are_those_of_the_eager_loop(model, way):
     drafter.detach()
 
 
+@pytest.mark.by_day("FakeGraph-hydra")
 @pytest.mark.parametrize("kind", KINDS)
 def test_cycles_of_all_heads_repeat_themselves(model, kind, fake):
     drafter = heads(model, kind)
@@ -102,6 +104,9 @@ def test_cycles_of_all_heads_repeat_themselves(model, kind, fake):
     drafter.detach()
 
 
+@pytest.mark.by_day(
+    "FakeGraph-1-drawn tree", "BlindGraph-3-sampled", "FakeGraph-3-processors", "BlindGraph-1-grown tree"
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_cycles_repeat_themselves_whatever_is_asked(model, way, rows, fake):
@@ -113,6 +118,7 @@ def test_cycles_repeat_themselves_whatever_is_asked(model, way, rows, fake):
     drafter.detach()
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_a_compiled_call_does_not_replay_what_was_recorded_uncompiled(model, fake, monkeypatch):
     monkeypatch.setattr(type(model), "get_compiled_call", lambda model, how: model.forward)
     drafter, how = NgramDrafter(longest=1).attach(model), CompileConfig()
@@ -123,6 +129,7 @@ def test_a_compiled_call_does_not_replay_what_was_recorded_uncompiled(model, fak
     assert [each.recorded for each in told] == [1, 1, 0] and not any(each.reasons for each in told)
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_later_calls_record_and_allocate_nothing(model, fake):
     drafter, options = train_heads(model), WAYS["sampled"] | dict(cache_implementation="static")
     first = generated(model, drafter, batch_of(3), **options)
@@ -147,6 +154,7 @@ def test_later_calls_record_and_allocate_nothing(model, fake):
     drafter.detach()
 
 
+@pytest.mark.nightly
 def test_what_an_earlier_recording_fixed_is_recorded_anew(model, fake):
     drafter, options = train_heads(model), SAMPLED | dict(eos_token_id=None, cache_implementation="static")
     made = []
@@ -173,6 +181,7 @@ def nothing(ids, scores):
     return scores
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_whom_the_host_calls_gets_two_regions(model, fake, monkeypatch):
     drafter, names = train_heads(model), observed(monkeypatch)
     options = WAYS["greedy"] | dict(logits_processor=[nothing])
@@ -193,6 +202,7 @@ def stops_at(ids, scores, **kwargs):
     return (ids[:, -1] == 9) | (ids[:, -1] == 4)
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_criteria_of_the_user_decide_as_in_the_eager_loop(model, fake):
     drafter = train_heads(model)
     for way in ("greedy", "sampled"):
@@ -205,6 +215,7 @@ def test_criteria_of_the_user_decide_as_in_the_eager_loop(model, fake):
     drafter.detach()
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_records_are_those_of_the_eager_loop(model, fake):
     drafter = train_heads(model)
     options = WAYS["greedy"] | dict(output_scores=True, output_logits=True, output_hidden_states=True)
@@ -218,6 +229,7 @@ def test_records_are_those_of_the_eager_loop(model, fake):
     drafter.detach()
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_faults_leave_no_trace_in_a_replayed_cycle(model, fake, monkeypatch):
     drafter, propose = train_heads(model), HeadSession.propose
     plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
@@ -244,6 +256,7 @@ class Reading(torch.nn.Module):
         return self.inner(states) if float(states.abs().amax()) >= 0 else states
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_a_forward_that_reads_from_the_device_is_launched_eagerly(fake):
     model = backbone().double()
     drafter = train_heads(model)
@@ -255,6 +268,7 @@ def test_a_forward_that_reads_from_the_device_is_launched_eagerly(fake):
     assert same(plain, fixed) and "_local_scalar_dense" in told.reasons["cycle"] and not told.replayed
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("what", ["deterministic", "autocast", "hooks", "devices", "offloading"])
 def test_what_no_graph_can_repeat_is_refused_with_its_reason(model, fake, what):
     drafter, handle = train_heads(model), None
@@ -304,6 +318,7 @@ def test_a_wait_for_the_device_is_found_before_anything_is_recorded(monkeypatch)
     assert modes == ["default", "warn", "default", "warn", "default"]
 
 
+@pytest.mark.by_day("FakeGraph-9-0")
 @pytest.mark.parametrize("waiting, recorded", [(1, 1), (9, 0)])
 def test_who_waits_at_first_is_tried_again(model, fake, monkeypatch, waiting, recorded):
     waits = iter(["modeling.py:7, where the host waits"] * waiting + [None] * 99)
@@ -336,6 +351,7 @@ def test_want_of_memory_is_said_with_its_bytes(model, monkeypatch):
     drafter.detach()
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_adaptive_lengths_are_few(model, fake):
     drafter = train_heads(model)
     options = WAYS["greedy"] | dict(num_assistant_tokens_schedule="adaptive", cache_implementation="static")
@@ -345,6 +361,7 @@ def test_adaptive_lengths_are_few(model, fake):
     drafter.detach()
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_nobody_records_while_another_call_runs(model, fake):
     drafter, options = train_heads(model), WAYS["greedy"] | dict(cache_implementation="static")
     with graphs_module.running():
@@ -353,6 +370,7 @@ def test_nobody_records_while_another_call_runs(model, fake):
     drafter.detach()
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_drafts_made_on_the_host_leave_the_rest_recorded(model, fake, monkeypatch):
     drafter = train_heads(model)
     monkeypatch.setattr(HeadSession, "reads_host", True)

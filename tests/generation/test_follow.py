@@ -4,9 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.contract import DraftTree, follow
 from tokenahead.generation.verification.rules import verify_tree_greedy
-from tokenahead.generation.verification.tree_rules import follow
 
 
 @st.composite

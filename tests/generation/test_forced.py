@@ -85,6 +85,7 @@ class World:
         return self._probs(1, text)
 
 
+@pytest.mark.by_day("4-token_acceptance", "8-block_acceptance")
 @pytest.mark.parametrize("rule", [token_acceptance, block_acceptance])
 @pytest.mark.parametrize("seed", [2, 4, 5, 8, 10])
 def test_what_is_emitted_has_the_targets_distribution(rule, seed):
@@ -153,6 +154,13 @@ def test_the_drafter_is_not_asked_where_a_run_is_longer_than_its_drafts():
     drafter.detach()
 
 
+@pytest.mark.by_day(
+    "suffix-mistral-greedy",
+    "hydra-qwen3-certain",
+    "deepseek-modules-greedy",
+    "translation-llama-certain",
+    "ptp-one_hot-greedy",
+)
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "certain"])
 @pytest.mark.parametrize(
     "name",

@@ -60,6 +60,7 @@ def sizes_of(model):
     return sizes
 
 
+@pytest.mark.by_day("llama-chains", "gemma3-trees")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_stay_while_sequences_leave(name, kind):
@@ -76,6 +77,7 @@ def test_texts_stay_while_sequences_leave(name, kind):
     assert sizes[0] == 8 and sizes == sorted(sizes, reverse=True) and sizes[-1] < 5, sizes
 
 
+@pytest.mark.by_day("heads", "assistant")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafters_go_on_with_all_sequences(kind):
     model = backbone()
@@ -86,29 +88,17 @@ def test_drafters_go_on_with_all_sequences(kind):
     assert min(sizes) < 5
 
 
-def test_sampled_texts_are_those_of_a_batch_that_nobody_leaves():
-    model = backbone().double()
-    batch, common = batch_of()
-    drafter, sizes, common = NgramDrafter(longest=1).attach(model), sizes_of(model), common | dict(do_sample=True)
-    torch.manual_seed(0)
-    whole = model.generate(**batch, **common, assistant_model=drafter, return_dict_in_generate=True).sequences
-    assert set(sizes) == {8}  # somebody may look into the cache
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(**batch, **common, assistant_model=drafter), whole)
-    assert min(sizes) < 5
-
-
-@pytest.mark.parametrize(("columns", "leaves"), [(8, True), (400, False)])
-def test_a_long_context_is_not_copied_for_a_few_tokens(columns, leaves):
+def test_a_long_context_is_not_copied_for_a_few_tokens():
     """The four sequences that are left have at most five more tokens, and each pays for 64 columns."""
-    model = backbone()
-    ids = torch.randint(2, 47, (8, columns), generator=torch.Generator().manual_seed(0))
-    ends = StoppingCriteriaList([EndsAt([columns + 3 if row < 4 else columns + 9 for row in range(8)])])
-    common = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=47, stopping_criteria=ends)
-    plain = model.generate(ids, **common)
-    drafter, sizes = NgramDrafter(longest=1, num_tokens=2).attach(model), sizes_of(model)
-    assert torch.equal(model.generate(ids, **common, assistant_model=drafter), plain)
-    assert (min(sizes) < 8) == leaves
+    for columns, leaves in [(8, True), (400, False)]:
+        model = backbone()
+        ids = torch.randint(2, 47, (8, columns), generator=torch.Generator().manual_seed(0))
+        ends = StoppingCriteriaList([EndsAt([columns + 3 if row < 4 else columns + 9 for row in range(8)])])
+        common = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=47, stopping_criteria=ends)
+        plain = model.generate(ids, **common)
+        drafter, sizes = NgramDrafter(longest=1, num_tokens=2).attach(model), sizes_of(model)
+        assert torch.equal(model.generate(ids, **common, assistant_model=drafter), plain)
+        assert (min(sizes) < 8) == leaves
 
 
 def adapted(**options):
@@ -119,6 +109,7 @@ def adapted(**options):
     return model.eval()
 
 
+@pytest.mark.by_day("heads")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_adapters_per_sequence_stay_with_their_sequences(name):
     model, (batch, options) = adapted(), batch_of(4)
@@ -134,15 +125,15 @@ def interrupt(sequences, scores, **_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("wrong", [{"stopping_criteria": [interrupt]}, {"num_assistant_tokens": 0}], ids=list)
-def test_adapters_of_a_call_are_gone_after_an_error(wrong):
-    model, (batch, options) = adapted(), batch_of(4)
-    drafter, plain = NgramDrafter().attach(model), model.generate(**batch, **options)
-    wrong = options | wrong | {"adapter_names": ["a", "b", "__base__", "a"], "assistant_model": drafter}
-    with pytest.raises((KeyboardInterrupt, ValueError)):
-        model.generate(**batch, **wrong)
-    assert model.generate(**batch, **options).equal(plain)
-    assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)
+def test_adapters_of_a_call_are_gone_after_an_error():
+    for wrong in [{"stopping_criteria": [interrupt]}, {"num_assistant_tokens": 0}]:
+        model, (batch, options) = adapted(), batch_of(4)
+        drafter, plain = NgramDrafter().attach(model), model.generate(**batch, **options)
+        wrong = options | wrong | {"adapter_names": ["a", "b", "__base__", "a"], "assistant_model": drafter}
+        with pytest.raises((KeyboardInterrupt, ValueError)):
+            model.generate(**batch, **wrong)
+        assert model.generate(**batch, **options).equal(plain)
+        assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)
 
 
 def test_activated_adapters_decode_plainly():
@@ -154,12 +145,3 @@ def test_activated_adapters_decode_plainly():
     assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)
     with pytest.raises(ValueError, match="alora_offsets"):
         model.generate(**batch, **options, assistant_model=drafter, use_mtp=True)
-
-
-def test_hooks_of_layers_see_the_whole_batch():
-    model, (batch, options) = copy.deepcopy(backbone()), batch_of(4)
-    steering = torch.randn(4, 1, 32, generator=torch.Generator().manual_seed(1))
-    model.model.layers[0].register_forward_hook(lambda layer, args, output: output + steering)
-    plain = model.generate(**batch, **options)
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)

@@ -21,7 +21,6 @@ from tokenahead import (
     PTPStudent,
     SuffixDrafter,
 )
-from tokenahead.testing import chi_square, continuation_distribution
 
 VOCABULARY, NEW = 24, 10
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [3, 2, 9, 4]])
@@ -102,6 +101,9 @@ def warned(caplog):
     logging.getLogger("transformers").propagate = False
 
 
+@pytest.mark.by_day(
+    "ff-few NaN", "hmm--inf", "layer-few NaN", "EAGLE-3-few NaN", "assistant-inf", "student, categorical-few NaN"
+)
 @pytest.mark.parametrize(
     ("name", "way"),
     [(name, way) for name in DRAFTERS for way in WAYS if way in ("few NaN", "inf") or name in ("ff", "hmm", "EAGLE-1")],
@@ -121,6 +123,7 @@ def test_numbers_of_a_drafter_leave_the_text_alone(name, way, warned):
     assert sampled.shape == (3, 4 + NEW) and len(warned()) <= 1
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("way", ["few NaN", "inf", "zeros"])
 @pytest.mark.parametrize("name", WITHIN)
 def test_numbers_of_a_model_that_drafts_for_itself_leave_the_text_alone(name, way, warned):
@@ -133,6 +136,7 @@ def test_numbers_of_a_model_that_drafts_for_itself_leave_the_text_alone(name, wa
     model.generate(PROMPT, max_new_tokens=NEW, do_sample=True)
 
 
+@pytest.mark.by_day("3.0")
 @pytest.mark.parametrize("scale", [3.0, 100.0])
 def test_adapters_that_overflow_in_half_precision_leave_the_text_alone(scale, warned):
     base = llama(4).half()
@@ -145,6 +149,7 @@ def test_adapters_that_overflow_in_half_precision_leave_the_text_alone(scale, wa
     assert len(warned()) <= 1
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"remove_invalid_values": True}])
 @pytest.mark.parametrize("eager", [False, True])
 def test_slots_that_are_nan_leave_the_text_alone_on_every_cache(options, eager, warned):
@@ -167,6 +172,7 @@ CACHES = {
 }  # fmt: skip
 
 
+@pytest.mark.by_day("llama, static", "gemma3", "qwen3_next")
 @pytest.mark.parametrize("name", CACHES)
 def test_a_drafted_token_that_overflows_the_backbone_leaves_the_text_alone(name, warned):
     kind = name.partition(",")[0]
@@ -204,6 +210,7 @@ GREEDY = [{}, {"repetition_penalty": 1.1}]
 SAMPLED = [{"do_sample": True}, {"do_sample": True, "top_k": 3}]
 
 
+@pytest.mark.by_day(each=2)
 @pytest.mark.parametrize("options", GREEDY + SAMPLED, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["n-grams", "EAGLE-1", "student, one_hot"])
@@ -219,14 +226,16 @@ def test_a_backbone_that_is_not_finite_is_an_error(name, value, options, warned)
     assert base.generate(PROMPT, max_new_tokens=4, assistant_model=drafter).shape == (3, 8)
 
 
-@pytest.mark.parametrize("name", WITHIN)
-def test_a_model_that_drafts_for_itself_and_is_not_finite_is_an_error(name):
-    model = WITHIN[name]()
-    with torch.no_grad():
-        next(p for n, p in model.named_parameters() if n.endswith("norm.weight") and "mtp" not in n).fill_(float("nan"))
-    for options in ({}, {"do_sample": True}):
-        with pytest.raises(ValueError, match="sequence 0: the scores of the backbone.*not finite"):
-            model.generate(PROMPT, max_new_tokens=NEW, **options)
+def test_a_model_that_drafts_for_itself_and_is_not_finite_is_an_error():
+    for name in WITHIN:
+        model = WITHIN[name]()
+        with torch.no_grad():
+            next(p for n, p in model.named_parameters() if n.endswith("norm.weight") and "mtp" not in n).fill_(
+                float("nan")
+            )
+        for options in ({}, {"do_sample": True}):
+            with pytest.raises(ValueError, match="sequence 0: the scores of the backbone.*not finite"):
+                model.generate(PROMPT, max_new_tokens=NEW, **options)
 
 
 def test_sequences_that_have_ended_may_hold_anything():
@@ -271,20 +280,6 @@ def test_infinite_scores_of_processors_decide_as_in_plain_decoding(name, warned)
     assert not warned()
 
 
-@pytest.mark.parametrize("name", ["ff", "hmm", "EAGLE-1", "student, one_hot", "student, categorical"])
-def test_sampled_text_has_the_backbones_distribution(name):
-    base, count, options = llama(), 600, dict(do_sample=True, top_k=4)
-    drafter = DRAFTERS[name](base)
-    hurt(own_parameters(drafter), "few NaN")
-    want = continuation_distribution(base, PROMPT[:1], 2, top_k=4)
-    torch.manual_seed(3)
-    prompts = PROMPT[:1].expand(count, -1)
-    text = base.generate(prompts, max_new_tokens=2, assistant_model=drafter, num_assistant_tokens=3, **options)[:, 4:]
-    cells = {pair: index for index, pair in enumerate(want)}
-    drawn = torch.tensor([cells[tuple(pair)] for pair in text.tolist()])
-    assert chi_square(drawn, torch.tensor(list(want.values()))) > 1e-4
-
-
 @pytest.mark.parametrize("name", ["ff", "EAGLE-1", "assistant"])
 def test_the_loop_of_transformers_is_given_no_such_drafts(name, warned):
     base = llama()
@@ -296,6 +291,7 @@ def test_the_loop_of_transformers_is_given_no_such_drafts(name, warned):
     assert len(warned()) == 1 and type(drafter).__name__ in warned()[0]
 
 
+@pytest.mark.by_day("ff", "DeepSeekMTP")
 @pytest.mark.parametrize("name", ["ff", "EAGLE-1", "student, one_hot", "DeepSeekMTP"])
 def test_a_checkpoint_that_is_not_finite_is_loaded_with_a_warning(name, tmp_path, warned):
     model = WITHIN[name]() if name in WITHIN else DRAFTERS[name](llama())
@@ -307,11 +303,3 @@ def test_a_checkpoint_that_is_not_finite_is_loaded_with_a_warning(name, tmp_path
     assert not warned()
     type(model).from_pretrained(tmp_path / "damaged")
     assert len(warned()) == 1 and tensor.removeprefix("main.") in warned()[0] and "damaged" in warned()[0]
-
-
-def test_heads_of_other_tools_that_are_not_finite_are_loaded_with_a_warning(tmp_path, warned):
-    heads = DRAFTERS["medusa"](llama())
-    hurt(list(heads.parameters())[:1], "inf")
-    heads.export(tmp_path, "medusa")
-    MTPHeads.from_official(tmp_path)
-    assert len(warned()) == 1 and str(tmp_path) in warned()[0]

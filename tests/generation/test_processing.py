@@ -1,5 +1,6 @@
 """Logits processors on ragged rows: what transformers' own list gives for each row's own ids, position by position."""
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -8,11 +9,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
-from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.tensors.sampling import NumberCheck
 
 V, PROMPT, DRAFTS = 17, 6, 4
 EOS = 2
@@ -174,26 +174,24 @@ def check_mix(names: list[str], growth: list[int]) -> None:
     assert torch.equal(logits, before)  # the raw logits are recorded too
 
 
-@pytest.mark.core_cases("warpers last-one row")
-@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
-@pytest.mark.parametrize("mix", MIXES)
-def test_mixed_lists(mix, growth):
-    check_mix(MIXES[mix], growth)
+@pytest.mark.core
+def test_mixed_lists():
+    for growth, mix in itertools.product(GROWTHS.values(), MIXES):
+        check_mix(MIXES[mix], growth)
 
 
-@pytest.mark.parametrize("growth", [GROWTHS["two groups"], GROWTHS["equal rows"]], ids=["ragged", "equal"])
-@pytest.mark.parametrize("name", MAKE)
-def test_each_processor_alone(name, growth):
-    check_mix([name], growth)
+def test_each_processor_alone():
+    for growth, name in itertools.product([GROWTHS["two groups"], GROWTHS["equal rows"]], MAKE):
+        check_mix([name], growth)
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_each_processor_does_something_here(name):
+def test_each_processor_does_something_here():
     """A processor that changes nothing in these rows would prove nothing above."""
-    tokens, _, logits = rows_of([1, 3, 1, 3])
-    if name == "no inf":
-        logits[0, 0, 0] = float("inf")
-    assert not torch.equal(applied([name], tokens, logits), logits)
+    for name in MAKE:
+        tokens, _, logits = rows_of([1, 3, 1, 3])
+        if name == "no inf":
+            logits[0, 0, 0] = float("inf")
+        assert not torch.equal(applied([name], tokens, logits), logits)
 
 
 def test_the_order_of_the_list_is_kept():
@@ -215,18 +213,20 @@ class RowRecorder(LogitsProcessor):
         return scores + self.bias
 
 
-@pytest.mark.core_cases("one row")
-@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
-def test_unknown_processors_see_all_rows_in_their_order(growth):
+@pytest.mark.core
+def test_unknown_processors_see_all_rows_in_their_order():
     """Before every position its row's true prefix, at its row's index; what is said of other rows is dropped."""
-    tokens, draft, logits = rows_of(growth)
-    recorder = RowRecorder(len(growth))
-    got = Processing(LogitsProcessorList([recorder]))(tokens, logits, chain_of(tokens, logits), [False] * len(growth))
-    torch.testing.assert_close(got, logits + recorder.bias[:, None])
-    for row, count in enumerate(growth):
-        own = tokens.ids[row, : PROMPT + count].tolist()
-        for position in range(DRAFTS + 1):
-            assert recorder.seen[row][tuple(own + draft[row, :position].tolist())] >= 1
+    for growth in GROWTHS.values():
+        tokens, draft, logits = rows_of(growth)
+        recorder = RowRecorder(len(growth))
+        got = Processing(LogitsProcessorList([recorder]))(
+            tokens, logits, chain_of(tokens, logits), [False] * len(growth)
+        )
+        torch.testing.assert_close(got, logits + recorder.bias[:, None])
+        for row, count in enumerate(growth):
+            own = tokens.ids[row, : PROMPT + count].tolist()
+            for position in range(DRAFTS + 1):
+                assert recorder.seen[row][tuple(own + draft[row, :position].tolist())] >= 1
 
 
 def test_ended_rows_are_not_asked_about():
@@ -245,29 +245,32 @@ TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
 """Parents: two children of b, two of the first, a grandchild, and a child of the second."""
 
 
-@pytest.mark.parametrize("growth", [[2, 2], [1, 3, 0]], ids=["equal", "ragged"])
-@pytest.mark.parametrize(
-    "names",
-    [["n-grams", "repetition penalty", "min new tokens", "temperature"], ["penalty without padding", "in place"]],
-    ids=["known", "unknown"],
-)
-def test_every_node_of_a_tree_sees_its_own_path(names, growth):
-    tokens, _, _ = rows_of(growth)
-    draft = torch.randint(3, V, (len(growth), len(TREE)))
-    tree, logits = DraftTree(draft, TREE.expand(len(growth), -1), depth=3), torch.randn(len(growth), len(TREE) + 1, V)
-    processors = processors_of(names, tokens, list(range(len(growth))))
-    got = Processing(processors)(tokens, logits, tree, [False] * len(growth))
-    for row, length in enumerate(tokens.lengths):
-        alone, excluded = processors_of(names, tokens, [row]), set()
-        for place in range(len(TREE) + 1):
-            path, node = [], place - 1
-            while node >= 0:
-                path, node = [node, *path], int(TREE[node])
-            ids = torch.cat([tokens.ids[row, :length], draft[row, path]])[None]
-            want = alone(ids, logits[row, place][None].clone())[0]
-            if not excluded & set(path):
-                torch.testing.assert_close(got[row, place], want, rtol=1e-6, atol=1e-6)
-            excluded |= {n for n in range(len(TREE)) if TREE[n] == place - 1 and torch.isneginf(want[draft[row, n]])}
+def test_every_node_of_a_tree_sees_its_own_path():
+    for growth, names in itertools.product(
+        [[2, 2], [1, 3, 0]],
+        [["n-grams", "repetition penalty", "min new tokens", "temperature"], ["penalty without padding", "in place"]],
+    ):
+        tokens, _, _ = rows_of(growth)
+        draft = torch.randint(3, V, (len(growth), len(TREE)))
+        tree, logits = (
+            DraftTree(draft, TREE.expand(len(growth), -1), depth=3),
+            torch.randn(len(growth), len(TREE) + 1, V),
+        )
+        processors = processors_of(names, tokens, list(range(len(growth))))
+        got = Processing(processors)(tokens, logits, tree, [False] * len(growth))
+        for row, length in enumerate(tokens.lengths):
+            alone, excluded = processors_of(names, tokens, [row]), set()
+            for place in range(len(TREE) + 1):
+                path, node = [], place - 1
+                while node >= 0:
+                    path, node = [node, *path], int(TREE[node])
+                ids = torch.cat([tokens.ids[row, :length], draft[row, path]])[None]
+                want = alone(ids, logits[row, place][None].clone())[0]
+                if not excluded & set(path):
+                    torch.testing.assert_close(got[row, place], want, rtol=1e-6, atol=1e-6)
+                excluded |= {
+                    n for n in range(len(TREE)) if TREE[n] == place - 1 and torch.isneginf(want[draft[row, n]])
+                }
 
 
 def test_batch_ids_of_the_prefix_function():
@@ -326,37 +329,37 @@ def test_a_later_processor_may_allow_what_an_earlier_one_excluded():
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("names", [["top-k", "n-grams", "temperature"], ["temperature", "suppress", "top-p"], []])
-def test_draft_distributions_take_the_processors_that_need_no_ids(names):
-    tokens, _, logits = rows_of([1, 3])
-    probs = logits.softmax(-1)
-    probs[0, 0, 4:] = 0  # a drafter may exclude tokens, too
-    probs /= probs.sum(-1, keepdim=True)
-    before = probs.clone()
-    got = Processing(processors_of(names, tokens, [0, 1])).warp(probs)
-    pointwise = processors_of([name for name in names if name != "n-grams"], tokens, [0, 1])
-    want = torch.stack([pointwise(None, row.log()) for row in probs]).softmax(-1)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(got.sum(-1), torch.ones(2, DRAFTS + 1))
-    assert torch.equal(probs, before)
+def test_draft_distributions_take_the_processors_that_need_no_ids():
+    for names in [["top-k", "n-grams", "temperature"], ["temperature", "suppress", "top-p"], []]:
+        tokens, _, logits = rows_of([1, 3])
+        probs = logits.softmax(-1)
+        probs[0, 0, 4:] = 0  # a drafter may exclude tokens, too
+        probs /= probs.sum(-1, keepdim=True)
+        before = probs.clone()
+        got = Processing(processors_of(names, tokens, [0, 1])).warp(probs)
+        pointwise = processors_of([name for name in names if name != "n-grams"], tokens, [0, 1])
+        want = torch.stack([pointwise(None, row.log()) for row in probs]).softmax(-1)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got.sum(-1), torch.ones(2, DRAFTS + 1))
+        assert torch.equal(probs, before)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top-k", "top-p", "top-h", "min-p", "typical", "epsilon", "eta"])
-def test_drafts_are_warped_by_whatever_looks_at_scores_alone(name):
-    processor = MAKE[name](None, [])
-    processing, probs = Processing(LogitsProcessorList([processor])), torch.randn(3, 2, V).softmax(-1)
-    want = processor(None, probs.flatten(0, 1).log()).softmax(-1).view(probs.shape)
-    assert processing.is_pointwise and not torch.equal(want, probs)
-    assert torch.equal(processing.warp(probs), want)
+def test_drafts_are_warped_by_whatever_looks_at_scores_alone():
+    for name in ["temperature", "top-k", "top-p", "top-h", "min-p", "typical", "epsilon", "eta"]:
+        processor = MAKE[name](None, [])
+        processing, probs = Processing(LogitsProcessorList([processor])), torch.randn(3, 2, V).softmax(-1)
+        want = processor(None, probs.flatten(0, 1).log()).softmax(-1).view(probs.shape)
+        assert processing.is_pointwise and not torch.equal(want, probs)
+        assert torch.equal(processing.warp(probs), want)
 
 
-@pytest.mark.parametrize("processors", [[], [TemperatureLogitsWarper(0.7)]], ids=["plain", "temperature"])
-def test_a_draw_from_a_draft_vocabulary_has_its_distribution(processors):
-    processing = Processing(LogitsProcessorList(processors))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
-    count, draft_ids = 20_000, torch.tensor([5, 1, 3])
-    torch.manual_seed(0)
-    logits = torch.tensor([[0.0, 1.0, -1.0]]).expand(count, 3)
-    tokens, q = DraftOptions.choose(options, logits, draft_ids, 6)
-    assert q[0, [0, 2, 4]].tolist() == [0, 0, 0] and set(tokens.tolist()) == {1, 3, 5}
-    assert ((tokens.bincount(minlength=6) / count - q[0]).abs() < 0.015).all()
+def test_a_draw_from_a_draft_vocabulary_has_its_distribution():
+    for processors in [[], [TemperatureLogitsWarper(0.7)]]:
+        processing = Processing(LogitsProcessorList(processors))
+        options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
+        count, draft_ids = 20_000, torch.tensor([5, 1, 3])
+        torch.manual_seed(0)
+        logits = torch.tensor([[0.0, 1.0, -1.0]]).expand(count, 3)
+        tokens, q = DraftOptions.choose(options, logits, draft_ids, 6)
+        assert q[0, [0, 2, 4]].tolist() == [0, 0, 0] and set(tokens.tolist()) == {1, 3, 5}
+        assert ((tokens.bincount(minlength=6) / count - q[0]).abs() < 0.015).all()

@@ -49,6 +49,7 @@ def test_drawn_chains_are_raced_on_accelerators_alone():
     assert raced.check.shape == here.check.shape
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("size", [2, 300])
 def test_a_race_keeps_as_many_drafts_as_uniforms_do(size):
     torch.manual_seed(size)

@@ -47,6 +47,7 @@ def without_last(row):
     return {name: column[:-1] for name, column in row.items()}
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("options", [{}, {"draft_tree": TREE}], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_rows_are_what_the_backbone_gives_for_the_same_texts(name, options):
@@ -66,6 +67,7 @@ def test_rows_are_what_the_backbone_gives_for_the_same_texts(name, options):
         torch.testing.assert_close(row["cached_states"][:-1], states[real], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.by_day("attending heads", "eagle 3")
 @pytest.mark.parametrize("name", ["attending heads", "draft layers", "eagle 1", "eagle 3"])
 def test_the_loss_is_that_of_training_on_the_texts(name):
     drafter = DRAFTERS[name](backbone())
@@ -101,6 +103,7 @@ def test_a_ring_holds_the_newest_tokens():
     assert all(torch.equal(one[name], two[name]) for one, two in zip(rows, same) for name in one)
 
 
+@pytest.mark.by_day("7", "40")
 @pytest.mark.parametrize("capacity", [2, 7, 40, 200])
 def test_sequences_longer_than_the_buffer_lose_their_beginning(capacity):
     learner, texts = learned(DRAFTERS["eagle 3"](backbone()), capacity)
@@ -249,6 +252,7 @@ def test_of_a_model_that_drafts_for_itself_the_drafting_heads_alone_learn(head):
     assert moved and all(name.startswith(("mtp_head.", "draft_heads.")) for name in moved)
 
 
+@pytest.mark.by_day("llama", "deepseek_v4")
 @pytest.mark.parametrize("name", ["llama", "dots3_note_text", "qwen4_exp_text", "deepseek_v4"])
 def test_of_sequential_modules_the_modules_alone_learn(name):
     """Also of those that read the state before the last norm, and of those with embeddings of their own."""

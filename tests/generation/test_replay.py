@@ -10,10 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaCo
 from tests.families import RECURRENT, family_config, random_ids, shake
 from tests.models import left_padded
 from tokenahead import NgramDrafter
-from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.backbone.replay import Replay
 from tokenahead.generation.backbone.target import is_recurrent
-from tokenahead.generation.contract import DraftTree
 
 
 def recurrent_model(name, **changes):
@@ -31,6 +29,7 @@ def states(cache):
     ]
 
 
+@pytest.mark.by_day("kimi_linear", "qwen3_next")
 @pytest.mark.parametrize("name", RECURRENT)
 @torch.no_grad()
 def test_every_row_keeps_its_own_number_of_tokens(name):
@@ -115,29 +114,22 @@ def other_backbone(name):
     return shake(AutoModelForCausalLM.from_config(config)).eval()
 
 
-@pytest.mark.core_cases("nemotron_h")
-@pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "lfm2", "mamba"])
-def test_drafters_of_any_kind_speculate_on_recurrent_backbones(name, caplog):
-    model = other_backbone(name) if name in OTHERS else recurrent_model(name, vocab_size=5)
-    batch = left_padded([torch.randint(0, 5, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 5, 7, 12)])
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    plain = model.generate(**batch, **options)
-    drafter = NgramDrafter().attach(model)
-    out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **options)
-    assert torch.equal(out.sequences, plain)
-    if name == "mamba":  # no column tells how long its cache is
-        assert getattr(out, "speculation", None) is None
-    else:
-        assert max(set().union(*out.speculation.rows_accepted)) > 0
-
-
-def test_trees_are_refused_by_name():
-    model, tree = recurrent_model("qwen3_next"), DraftTree(torch.ones(1, 2, dtype=torch.long), torch.full((1, 2), -1))
-    cache = DynamicCache(config=model.config)
-    model(random_ids(1, 5), past_key_values=cache, use_cache=True)
-    target = target_of(model, cache, torch.zeros(1, dtype=torch.long), None, limit=8, span=3)
-    with pytest.raises(ValueError, match="Qwen3NextForCausalLM"):
-        target.forward(torch.ones(1, 3, dtype=torch.long), tree, None)
+@pytest.mark.core
+def test_drafters_of_any_kind_speculate_on_recurrent_backbones(caplog):
+    for name in ["nemotron_h", "falcon_h1", "lfm2", "mamba"]:
+        model = other_backbone(name) if name in OTHERS else recurrent_model(name, vocab_size=5)
+        batch = left_padded(
+            [torch.randint(0, 5, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 5, 7, 12)]
+        )
+        options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        plain = model.generate(**batch, **options)
+        drafter = NgramDrafter().attach(model)
+        out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **options)
+        assert torch.equal(out.sequences, plain)
+        if name == "mamba":  # no column tells how long its cache is
+            assert getattr(out, "speculation", None) is None
+        else:
+            assert max(set().union(*out.speculation.rows_accepted)) > 0
 
 
 @pytest.mark.core
@@ -155,17 +147,6 @@ def test_mixers_that_begin_a_block_without_its_state_decode_plainly():
     assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter), want)
     with pytest.raises(ValueError, match="JambaForCausalLM"):
         model.generate(prompt, max_new_tokens=12, assistant_model=drafter, use_mtp=True)
-
-
-def test_a_module_that_takes_no_cache_is_no_mixer():
-    model = recurrent_model("qwen3_next")
-    cache = DynamicCache(config=model.config)
-    model(random_ids(1, 3), past_key_values=cache, use_cache=True)
-    mixers = Replay(model.get_decoder(), cache).mixers
-    number, (mixer,) = next(iter(mixers.items()))
-    mixer.router = torch.nn.Linear(2, 2)
-    mixer.router.layer_idx = number
-    assert Replay(model.get_decoder(), cache).mixers == mixers
 
 
 def test_adapters_named_for_every_row_are_those_of_the_row_in_replay():

@@ -1,6 +1,7 @@
 """A cache that never moves: what stays where it is, room that grows, what attention gets, and grouped queries."""
 
-import pytest
+import itertools
+
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -9,11 +10,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tests.backbones import backbone
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone.backbones import target_of
-from tokenahead.generation.backbone.cache import CacheLayout, RaggedLayer, block_mask
+from tokenahead.generation.backbone.cache import CacheLayout, RaggedLayer, block_mask, grouped_attention
 from tokenahead.generation.backbone.target import RaggedBackbone
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.tensors.masks import grouped_attention, model_mask
+from tokenahead.generation.tensors.masks import model_mask
 
 PROMPT, BLOCK = 9, 5
 KEPT = [[3, 1], [5, 2], [1, 5], [4, 4], [2, 3], [5, 1], [1, 1], [3, 5]]
@@ -40,14 +41,13 @@ def texts():
     return torch.randint(2, 48, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
-@pytest.mark.parametrize("step", [1, 8])
-def test_room_grows_and_rings_are_laid_out_anew(name, step, monkeypatch):
-    monkeypatch.setattr(cache_module, "_STEP", step)
-    sizes = set()
-    for target, _ in steps(backbone(name).double(), 0, texts()):
-        sizes.add(tuple(layer.layout.size(layer.is_sliding) for layer in target.cache.layers))
-    assert len(sizes) > 1 or name == "mistral"
+def test_room_grows_and_rings_are_laid_out_anew(monkeypatch):
+    for name, step in itertools.product(["llama", "gpt2", "mistral", "gemma3"], [1, 8]):
+        monkeypatch.setattr(cache_module, "_STEP", step)
+        sizes = set()
+        for target, _ in steps(backbone(name).double(), 0, texts()):
+            sizes.add(tuple(layer.layout.size(layer.is_sliding) for layer in target.cache.layers))
+        assert len(sizes) > 1 or name == "mistral"
 
 
 def test_nothing_moves_and_attention_gets_little_more_than_the_longest_text():
@@ -102,18 +102,18 @@ def test_slots_of_a_ring_that_hold_nothing_yet_are_not_seen():
     assert target.layout.has_wrapped(target.layout.size(True)) and ends[1] < 30
 
 
-@pytest.mark.parametrize("block", [torch.bfloat16, torch.float64])
-def test_blocks_of_another_dtype_leave_the_prompt_as_it_is(block):
+def test_blocks_of_another_dtype_leave_the_prompt_as_it_is():
     """Under autocast a block may come in another dtype than the prompt; both are held in the wider one."""
-    origin, prompt = DynamicLayer(), torch.rand(1, 1, PROMPT, 4)
-    origin.update(prompt, prompt)
-    layer = RaggedLayer(CacheLayout(torch.ones(1, PROMPT, dtype=torch.bool), False, 20, 2), origin)
-    new = torch.rand(1, 1, 2, 4).to(block)
-    layer.layout.is_maskless = True
-    keys, values = layer.update(new, new)
-    wider = torch.promote_types(torch.float32, block)
-    for states in (keys, values):
-        assert states.dtype == wider
-        assert torch.equal(states[:, :, :PROMPT], prompt.to(wider)) and torch.equal(
-            states[:, :, PROMPT:], new.to(wider)
-        )
+    for block in [torch.bfloat16, torch.float64]:
+        origin, prompt = DynamicLayer(), torch.rand(1, 1, PROMPT, 4)
+        origin.update(prompt, prompt)
+        layer = RaggedLayer(CacheLayout(torch.ones(1, PROMPT, dtype=torch.bool), False, 20, 2), origin)
+        new = torch.rand(1, 1, 2, 4).to(block)
+        layer.layout.is_maskless = True
+        keys, values = layer.update(new, new)
+        wider = torch.promote_types(torch.float32, block)
+        for states in (keys, values):
+            assert states.dtype == wider
+            assert torch.equal(states[:, :, :PROMPT], prompt.to(wider)) and torch.equal(
+                states[:, :, PROMPT:], new.to(wider)
+            )

@@ -30,6 +30,7 @@ def expected_rate(chance, seconds, length):
     return sum(chance**i for i in range(length + 1)) / seconds(length)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9, 0.98])
 @pytest.mark.parametrize("slope", [0.01, 0.1, 0.5])
 def test_close_to_the_best_fixed_length(chance, slope):

@@ -220,6 +220,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.by_day("Counter-1", "InPlace-4", "Drawing-4", "Matcher-1", "closure-4")
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("make", MOVING)
 def test_texts_are_those_of_plain_decoding(model, make, rows):
@@ -232,26 +233,25 @@ def test_texts_are_those_of_plain_decoding(model, make, rows):
         drafter.detach()
 
 
-@pytest.mark.parametrize("make", [OfTheClass, OfTheModule])
-def test_state_of_classes_and_modules(model, make):
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    texts = []
-    for asked in ({}, {"assistant_model": drafter}):
-        OfTheClass.calls = SHARED["calls"] = 0
-        texts.append(generated(model, make, **batch_of(2, 1), **asked)[0])
-    assert texts[0].equal(texts[1])
-    drafter.detach()
+def test_state_of_classes_and_modules(model):
+    for make in [OfTheClass, OfTheModule]:
+        drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+        texts = []
+        for asked in ({}, {"assistant_model": drafter}):
+            OfTheClass.calls = SHARED["calls"] = 0
+            texts.append(generated(model, make, **batch_of(2, 1), **asked)[0])
+        assert texts[0].equal(texts[1])
+        drafter.detach()
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("make", [Biased, Prepared, Remembers])
-def test_stateless_processors_keep_their_drafts(model, make, rows):
-    drafter, asked = KnowingChains(VOCABULARY).attach(model), batch_of(rows, 2)
-    want, plain = generated(model, make, **asked)
-    drafter.texts = want.tolist()
-    drafted, calls = generated(model, make, **asked, assistant_model=drafter)
-    assert drafted.equal(want) and calls < 0.7 * plain
-    drafter.detach()
+def test_stateless_processors_keep_their_drafts(model):
+    for rows, make in itertools.product([1, 4], [Biased, Prepared, Remembers]):
+        drafter, asked = KnowingChains(VOCABULARY).attach(model), batch_of(rows, 2)
+        want, plain = generated(model, make, **asked)
+        drafter.texts = want.tolist()
+        drafted, calls = generated(model, make, **asked, assistant_model=drafter)
+        assert drafted.equal(want) and calls < 0.7 * plain
+        drafter.detach()
 
 
 def test_a_late_move_keeps_the_drafts_before_it(model):

@@ -9,13 +9,12 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
-from tests.families import CHUNKED, family_config, family_model, shake
+from tests.families import CHUNKED, family_config, shake
 from tests.gemma4_models import gemma4
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
-from tests.ptp_models import backbone as ptp_backbone
 from tests.tree_drafters import KnowingChains, KnowingTrees
-from tokenahead import NgramDrafter, PTPStudent
+from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone import static as static_module
@@ -66,6 +65,7 @@ def decoded(model, drafter, seed, **options):
     return set().union(*out.speculation.rows_accepted)
 
 
+@pytest.mark.by_day("gemma3-chains")
 @pytest.mark.core_cases("gpt2-chains")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
@@ -79,6 +79,7 @@ def test_one_graph_verifies_the_blocks_of_all_calls(name, kind, monkeypatch):
     assert graphs() == 0 and accepted == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.by_day("grown tree")
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -105,6 +106,7 @@ def addresses(model):
     return {place: tensor.data_ptr() for place, tensor in buffers_module._KEPT[model].tensors.items()}
 
 
+@pytest.mark.by_day("gemma3-True")
 @pytest.mark.parametrize(("name", "returns"), [("llama", False), ("llama", True), ("gemma3", True), ("gpt_oss", False)])
 def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
     model, batch, other = model_of(name), left_padded(prompts(4)), left_padded(prompts(4, seed=6))
@@ -128,6 +130,7 @@ def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
         assert torch.equal(again, model.generate(**batch, **GREEDY | {"max_new_tokens": NEW + 8}))
 
 
+@pytest.mark.nightly
 def test_what_a_call_kept_goes_with_its_model_and_fits_only_its_sizes():
     model = model_of("llama")
     drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
@@ -159,6 +162,7 @@ def test_calls_of_two_threads_share_no_buffer():
     assert all(map(torch.equal, texts, plain * 3))
 
 
+@pytest.mark.nightly
 def test_an_adaptive_length_needs_a_graph_of_single_tokens():
     model, options = model_of("gemma3"), {"num_assistant_tokens_schedule": "adaptive", "compile_config": compiled()}
     drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
@@ -168,6 +172,7 @@ def test_an_adaptive_length_needs_a_graph_of_single_tokens():
     assert graphs() == 0
 
 
+@pytest.mark.nightly
 def test_texts_equal_those_of_a_compiled_plain_decoding():
     model, batch, options = model_of("mistral"), left_padded(prompts(4)), {"compile_config": compiled()}
     plain = model.generate(**batch, **GREEDY, cache_implementation="static", **options)
@@ -181,6 +186,7 @@ def test_processors_that_are_no_accelerators_compile_nothing_unasked():
     assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
 
 
+@pytest.mark.nightly
 def test_outputs_of_a_compiled_forward_are_kept():
     model, batch = model_of("llama"), left_padded(prompts(4))
     wanted = dict(output_hidden_states=True, output_logits=True, output_scores=True)
@@ -192,6 +198,7 @@ def test_outputs_of_a_compiled_forward_are_kept():
         torch.testing.assert_close(torch.stack(one), torch.stack(other), atol=1e-9, rtol=0)
 
 
+@pytest.mark.by_day("mistral")
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_what_is_returned_goes_on_as_a_cache_of_any_length(name):
     model, batch = model_of(name), left_padded(prompts(4))
@@ -228,14 +235,7 @@ def test_drafts_stop_at_the_end_of_a_table_of_positions():
     assert torch.equal(model.generate(prompt, **options).sequences, plain) and graphs() == 1
 
 
-def test_models_with_modules_verify_in_it():
-    model = family_model("deepseek_v3")
-    ids = torch.randint(2, 24, (2, 9))
-    plain = model.generate(ids, **GREEDY, use_mtp=False)
-    assert torch.equal(model.generate(ids, **GREEDY, **STATIC, compile_config=compiled()).sequences, plain)
-    assert graphs() == 1
-
-
+@pytest.mark.by_day("quadratic")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -259,6 +259,7 @@ def test_slots_ride_along_in_one_graph(model, options):
         accepted |= set().union(*out.speculation.rows_accepted)
 
 
+@pytest.mark.nightly
 def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
     model, batch = student(), left_padded(prompts(4, VOCABULARY))
     for extra in ({}, {"best_of": 2}):
@@ -270,41 +271,13 @@ def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
         assert torch.equal(model.generate(**batch, **sampled, **static), expected) and graphs() == 0
 
 
-def test_slots_of_an_attached_student_ride_along():
-    model, drafter = ptp_backbone(), PTPStudent.from_model(student())
-    drafter.attach(model)
-    for seed, number in ((5, 1), (6, 0)):
-        batch = left_padded(prompts(4, VOCABULARY, seed=seed))
-        plain = model.generate(**batch, **GREEDY)
-        graphs()
-        out = model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, compile_config=compiled())
-        assert torch.equal(out.sequences, plain) and graphs() == number
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "glm_moe_dsa"])
-def test_layers_that_take_no_fixed_room_decode_plainly(name):
-    torch.manual_seed(0)
-    model = shake(AutoModelForCausalLM.from_config(family_config(name))).eval()
-    drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match="use_mtp=True.*cache_implementation='static'"):
-        model.generate(torch.randint(2, 24, (1, 9)), **GREEDY, **STATIC, assistant_model=drafter)
-
-
-def test_words_that_nobody_knows_are_named():
-    model = backbone()
-    drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match="cache_implementation.*statical"):
-        model.generate(torch.full((1, 4), 5), cache_implementation="statical", assistant_model=drafter)
-
-
-def test_texts_that_must_outgrow_a_table_of_positions_are_refused():
-    model, calls = backbone("gpt2"), []
-    drafter, prompt = NgramDrafter().attach(model), torch.full((1, 250), 5)
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(ValueError, match="max_new_tokens=10.*259.*max_position_embeddings=256.*7"):
-        model.generate(prompt, max_new_tokens=10, assistant_model=drafter)
-    assert not calls
-    assert model.generate(prompt, max_new_tokens=7, assistant_model=drafter).shape == (1, 257)
+def test_layers_that_take_no_fixed_room_decode_plainly():
+    for name in ["qwen3_next", "glm_moe_dsa"]:
+        torch.manual_seed(0)
+        model = shake(AutoModelForCausalLM.from_config(family_config(name))).eval()
+        drafter = NgramDrafter().attach(model)
+        with pytest.raises(ValueError, match="use_mtp=True.*cache_implementation='static'"):
+            model.generate(torch.randint(2, 24, (1, 9)), **GREEDY, **STATIC, assistant_model=drafter)
 
 
 SIZES = dict(
@@ -320,6 +293,7 @@ WINDOWED = {
 }
 
 
+@pytest.mark.by_day("mistral-trees")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_texts_leave_the_window_that_all_layers_have(name, kind, monkeypatch):

@@ -97,20 +97,17 @@ def test_eos_of_the_prompt_does_not_count():
     assert Stopping(StoppingCriteriaList([EosTokenCriteria(2)])).cut(tokens, [[5, 6]], [False]) == ([2], [False])
 
 
-@pytest.mark.parametrize(
-    ("limit", "kept", "ended"),
-    [
+def test_length_is_never_overshot():
+    """Rows of 4 and 5 tokens with 3 new ones each."""
+    for limit, kept, ended in [
         (6, [2, 1], [True, True]),
         (7, [3, 2], [True, True]),
         (8, [3, 3], [False, True]),
         (9, [3, 3], [False, False]),
-    ],
-)
-def test_length_is_never_overshot(limit, kept, ended):
-    """Rows of 4 and 5 tokens with 3 new ones each."""
-    new = [[5, 6, 7], [5, 6, 7]]
-    stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(limit)]))
-    assert stopping.cut(rows_with(new, growth=[0, 1]), new, [False, False]) == (kept, ended)
+    ]:
+        new = [[5, 6, 7], [5, 6, 7]]
+        stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(limit)]))
+        assert stopping.cut(rows_with(new, growth=[0, 1]), new, [False, False]) == (kept, ended)
 
 
 def test_the_smallest_length_counts():
@@ -119,21 +116,18 @@ def test_the_smallest_length_counts():
     assert Stopping(StoppingCriteriaList()).tokens_left(10**6) > 10**6
 
 
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [
+def test_stop_strings():
+    for words, kept in [
         (["x", "stop", "x"], 2),
         (["st", "op", "x", "x"], 2),
         (["x", "st", "x", "op"], 4),
         (["x", "sto", "pper", "x"], 3),  # the string ends inside a token
-    ],
-)
-def test_stop_strings(words, kept):
-    new = [[WORDS.index(word) for word in words]]
-    tokens = Sequences(torch.full((1, PROMPT), WORDS.index("y")))
-    tokens.write(torch.tensor(new))
-    stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))
-    assert stopping.cut(tokens, new, [False]) == ([kept], [kept < 4])
+    ]:
+        new = [[WORDS.index(word) for word in words]]
+        tokens = Sequences(torch.full((1, PROMPT), WORDS.index("y")))
+        tokens.write(torch.tensor(new))
+        stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))
+        assert stopping.cut(tokens, new, [False]) == ([kept], [kept < 4])
 
 
 def test_a_stop_string_may_begin_in_an_earlier_cycle():

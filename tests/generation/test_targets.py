@@ -74,6 +74,7 @@ def alone(model, text):
     return model(torch.as_tensor(text)[None], use_cache=False).logits[0, -1]
 
 
+@pytest.mark.by_day("('llama', 'sdpa')-1", "('mistral', 'eager')-64", "('gemma3', 'sdpa')-1")
 @torch.no_grad()
 def test_every_place_is_scored_as_its_path_alone(model):
     target, last = filled(model)
@@ -86,6 +87,7 @@ def test_every_place_is_scored_as_its_path_alone(model):
             torch.testing.assert_close(fed.logits[row, place], expected, atol=model.tolerance, rtol=0)
 
 
+@pytest.mark.by_day(each=1)
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [[4, 2], [1, 4], [3, 3], [2, 0]], ids=str)
 def test_the_kept_path_is_continued_by_row(model, kept):

@@ -1,14 +1,9 @@
 """`draft_tree="auto"`: the tree with the most tokens per second, chosen once."""
 
-import copy
-import pickle
-import warnings
-
 import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tests.matrix.decoding import warnings_of
 from tokenahead import EagleHead, MTPHeads, Speculation
 from tokenahead.generation.trees import choice
 from tokenahead.generation.trees.choice import chain_options, fastest_tree
@@ -87,22 +82,22 @@ def test_a_lucky_trial_of_a_wider_tree_is_not_believed():
     assert fastest_tree(lambda tree: stats(tree, 1.0, [1] * 9 if tree["top_k"] == 1 else [2, 3] * 5), 2)["top_k"] > 1
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain(do_sample):
-    model, prompt = backbone(), torch.randint(2, 48, (1, 5))
-    heads, texts = train_heads(model, steps=15), []
-    for options in ({"draft_tree": {"depth": 1, "top_k": 1}}, {"num_assistant_tokens": 2}):
-        torch.manual_seed(3)
-        out = model.generate(
-            prompt,
-            assistant_model=heads,
-            do_sample=do_sample,
-            max_new_tokens=12,
-            return_dict_in_generate=True,
-            **options,
-        )
-        texts.append((out.sequences, out.speculation))
-    assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
+def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain():
+    for do_sample in [False, True]:
+        model, prompt = backbone(), torch.randint(2, 48, (1, 5))
+        heads, texts = train_heads(model, steps=15), []
+        for options in ({"draft_tree": {"depth": 1, "top_k": 1}}, {"num_assistant_tokens": 2}):
+            torch.manual_seed(3)
+            out = model.generate(
+                prompt,
+                assistant_model=heads,
+                do_sample=do_sample,
+                max_new_tokens=12,
+                return_dict_in_generate=True,
+                **options,
+            )
+            texts.append((out.sequences, out.speculation))
+        assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
 
 
 @pytest.mark.core_cases("own0-asked0")
@@ -119,21 +114,7 @@ def test_trials_are_those_of_the_call_and_not_of_the_models_own_config(own, aske
     assert torch.equal(text, model.generate(prompt, **common | {"use_mtp": None}))
 
 
-def test_a_copy_chooses_its_own_tree():
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=3)
-    heads.tree_choices[False] = {"depth": 1, "top_k": 1, "total_tokens": 3}
-    assert copy.deepcopy(heads).tree_choices == {} == pickle.loads(pickle.dumps(heads)).tree_choices
-
-
-@pytest.mark.parametrize("tree", [[["a"]], [[0.5]], [[True]], ["0"], [], [[]], {"choices": "ab"}])
-def test_paths_that_are_none_are_refused_as_they_were_given(tree):
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=3)
-    with pytest.raises(ValueError, match="list of paths"):
-        model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=tree, max_new_tokens=3)
-
-
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_tree_is_chosen_once_and_then_decodes_as_if_it_had_been_given(do_sample):
     model = backbone()
@@ -191,20 +172,6 @@ def test_chosen_trees_are_lossless_in_ragged_batches():
     model = backbone("mistral")
     heads = train_heads(model, steps=20)
     assert len(check_greedy(model, heads, prompts(8), new=16, draft_tree="auto")) > 1
-
-
-@pytest.mark.parametrize("use_mtp", [None, True])
-def test_trials_warn_of_nothing(use_mtp):
-    model = backbone()
-    head, options = EagleHead.from_backbone(model, version=1), dict(do_sample=False, max_new_tokens=30, pad_token_id=0)
-    common = {} if use_mtp is None else {"use_mtp": use_mtp}
-    ids = prompts(1)[0][None]
-    with warnings_of("transformers") as messages, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=head, draft_tree="auto", **options | common
-        )
-    assert head.tree_choices and not messages
 
 
 def test_trials_draw_other_numbers_than_the_call(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from tests import tree_worlds
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length, texts
-from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.contract import DraftTree, follow
 from tokenahead.generation.tensors.sampling import draw
 from tokenahead.generation.trees.building import drawn_tree, joined_chains, of_real
 from tokenahead.generation.verification import tree_rules as tree_verification
@@ -21,7 +21,7 @@ from tokenahead.generation.verification.rules import (
     verify_sampled,
     verify_tree,
 )
-from tokenahead.generation.verification.tree_rules import follow, tree_acceptance
+from tokenahead.generation.verification.tree_rules import tree_acceptance
 from tokenahead.testing import chi_square
 
 SHAPES = {
@@ -40,74 +40,66 @@ def depth_of(parents: list[int]) -> int:
     return int(DraftTree(torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents])).positions().max())
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_emitted_distribution_of_drawn_trees_is_the_targets(shape, warp, replacement, rule):
-    parents = SHAPES[shape]
-    world = World(warp, depth_of(parents))
-    tree, chance = all_trees(world, parents, replacement)
-    error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
-    assert error < 1e-12, float(error)
+def test_emitted_distribution_of_drawn_trees_is_the_targets():
+    for rule, replacement, warp, shape in itertools.product(RULES, [False, True], WARPS, SHAPES):
+        parents = SHAPES[shape]
+        world = World(warp, depth_of(parents))
+        tree, chance = all_trees(world, parents, replacement)
+        error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+        assert error < 1e-12, float(error)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_emitted_distribution_of_mixed_trees_is_the_targets(seed, replacement, rule):
+def test_emitted_distribution_of_mixed_trees_is_the_targets():
     """Random shapes and marks; deterministic children come before the drawn ones, and may repeat each other."""
-    rng = random.Random(seed)
-    parents = [rng.randint(-1, node - 1) for node in range(rng.randint(2, 6))]
-    marks = [rng.random() < 0.5 for _ in parents]
-    order = sorted(range(len(parents)), key=lambda node: (depth_in(parents, node), not marks[node]))
-    number = {node: place for place, node in enumerate(order)} | {-1: -1}
-    parents, marks = [number[parents[node]] for node in order], [marks[node] for node in order]
-    world = World(list(WARPS)[seed % len(WARPS)], depth_of(parents), seed)
-    tree, chance = all_trees(world, parents, replacement, marks)
-    error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
-    assert error < 1e-12, (parents, marks, float(error))
+    for rule, replacement, seed in itertools.product(RULES, [False, True], range(12)):
+        rng = random.Random(seed)
+        parents = [rng.randint(-1, node - 1) for node in range(rng.randint(2, 6))]
+        marks = [rng.random() < 0.5 for _ in parents]
+        order = sorted(range(len(parents)), key=lambda node: (depth_in(parents, node), not marks[node]))
+        number = {node: place for place, node in enumerate(order)} | {-1: -1}
+        parents, marks = [number[parents[node]] for node in order], [marks[node] for node in order]
+        world = World(list(WARPS)[seed % len(WARPS)], depth_of(parents), seed)
+        tree, chance = all_trees(world, parents, replacement, marks)
+        error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+        assert error < 1e-12, (parents, marks, float(error))
 
 
 def depth_in(parents: list[int], node: int) -> int:
     return 0 if node < 0 else 1 + depth_in(parents, parents[node])
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (3, 1), (2, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("warp", WARPS)
-def test_emitted_distribution_of_joined_chains_is_the_targets(warp, lengths, rule):
+def test_emitted_distribution_of_joined_chains_is_the_targets():
     """Over all draws of one chain; the other is the same for all of them."""
-    size, length = lengths
-    world = World(warp, max(lengths), seed=size)
-    drawn, chance = all_trees(world, list(range(-1, length - 1)), False)
-    drawn = DraftTree.chain(drawn.tokens, drawn.probs[:, :-1])
-    for certain in torch.randint(V, (4, size), generator=torch.Generator().manual_seed(length)):
-        tree = joined_chains(DraftTree.chain(certain.expand(len(chance), -1)), drawn)
-        error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
-        assert error < 1e-12, (certain, float(error))
+    for rule, lengths, warp in itertools.product(RULES, [(1, 1), (1, 3), (3, 1), (2, 2), (3, 3)], WARPS):
+        size, length = lengths
+        world = World(warp, max(lengths), seed=size)
+        drawn, chance = all_trees(world, list(range(-1, length - 1)), False)
+        drawn = DraftTree.chain(drawn.tokens, drawn.probs[:, :-1])
+        for certain in torch.randint(V, (4, size), generator=torch.Generator().manual_seed(length)):
+            tree = joined_chains(DraftTree.chain(certain.expand(len(chance), -1)), drawn)
+            error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+            assert error < 1e-12, (certain, float(error))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_enumeration_notices_certain_children_that_pass_for_draws(rule):
-    world, parents = World("plain", 1), SHAPES["three children"][:3]
-    tree, chance = all_trees(world, parents, False, [True, False, False])
-    tree.deterministic = None
-    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
+def test_enumeration_notices_certain_children_that_pass_for_draws():
+    for rule in RULES:
+        world, parents = World("plain", 1), SHAPES["three children"][:3]
+        tree, chance = all_trees(world, parents, False, [True, False, False])
+        tree.deterministic = None
+        assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_emitted_distribution_of_certain_trees_is_the_targets(shape, warp):
+def test_emitted_distribution_of_certain_trees_is_the_targets():
     """The walk along draws of the target, and the rejections it equals: for every single tree, repeated tokens too."""
-    parents = SHAPES[shape]
-    world = World(warp, depth_of(parents))
-    for tokens in torch.randint(V, (3, len(parents))):
-        tree = DraftTree(tokens.expand(2, -1), torch.tensor(parents).expand(2, -1))
-        for rule in RULES:
-            error = (emitted_distribution(world, tree, torch.ones(2), rule) - world.target()).abs().max()
-            assert error < 1e-12, (rule, tokens, float(error))
-        assert (walked_distribution(world, tree) - world.target()).abs().max() < 1e-12
+    for warp, shape in itertools.product(WARPS, SHAPES):
+        parents = SHAPES[shape]
+        world = World(warp, depth_of(parents))
+        for tokens in torch.randint(V, (3, len(parents))):
+            tree = DraftTree(tokens.expand(2, -1), torch.tensor(parents).expand(2, -1))
+            for rule in RULES:
+                error = (emitted_distribution(world, tree, torch.ones(2), rule) - world.target()).abs().max()
+                assert error < 1e-12, (rule, tokens, float(error))
+            assert (walked_distribution(world, tree) - world.target()).abs().max() < 1e-12
 
 
 def walked_distribution(world: World, tree: DraftTree) -> torch.Tensor:
@@ -129,31 +121,30 @@ def ranked(tree: DraftTree) -> DraftTree:
     return DraftTree(tree.tokens.gather(1, order), tree.parents, tree.probs, tree.replacement)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_enumeration_notices_drawn_children_that_were_ranked_again(rule):
-    world, parents = World("plain", 1), SHAPES["siblings"]
-    tree, chance = all_trees(world, parents, False)
-    error = (emitted_distribution(world, ranked(tree), chance, rule) - world.target()).abs().max()
-    assert error > 1e-3
+def test_enumeration_notices_drawn_children_that_were_ranked_again():
+    for rule in RULES:
+        world, parents = World("plain", 1), SHAPES["siblings"]
+        tree, chance = all_trees(world, parents, False)
+        error = (emitted_distribution(world, ranked(tree), chance, rule) - world.target()).abs().max()
+        assert error > 1e-3
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_enumeration_notices_drawn_children_that_were_dropped(rule):
+def test_enumeration_notices_drawn_children_that_were_dropped():
     """The likelier of two draws is no draw."""
-    world = World("plain", 1)
-    tree, chance = all_trees(world, SHAPES["siblings"], False)
-    best = ranked(tree)
-    kept = DraftTree(best.tokens[:, :1], best.parents[:, :1], best.probs[:, :2])
-    assert (emitted_distribution(world, kept, chance, rule) - world.target()).abs().max() > 1e-3
+    for rule in RULES:
+        world = World("plain", 1)
+        tree, chance = all_trees(world, SHAPES["siblings"], False)
+        best = ranked(tree)
+        kept = DraftTree(best.tokens[:, :1], best.parents[:, :1], best.probs[:, :2])
+        assert (emitted_distribution(world, kept, chance, rule) - world.target()).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replacement", [False, True])
-def test_enumeration_notices_the_wrong_kind_of_draws(replacement, rule):
-    world, parents = World("plain", 2), SHAPES["bushy"]
-    tree, chance = all_trees(world, parents, replacement)
-    tree.replacement = not replacement
-    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
+def test_enumeration_notices_the_wrong_kind_of_draws():
+    for rule, replacement in itertools.product(RULES, [False, True]):
+        world, parents = World("plain", 2), SHAPES["bushy"]
+        tree, chance = all_trees(world, parents, replacement)
+        tree.replacement = not replacement
+        assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
 
 
 def test_enumeration_notices_leaves_taken_in_another_order(monkeypatch):
@@ -178,15 +169,15 @@ def expected_accepted(world: World, parents: list[int], replacement: bool, rule:
     return (chance * (ends(tree, accept, rule) * tree.positions()).sum(1)).view(2, -1).sum(1)
 
 
-@pytest.mark.parametrize("shape", [name for name, parents in SHAPES.items() if depth_of(parents) > 1])
-def test_traversal_keeps_more_than_recursive_rejection(shape):
+def test_traversal_keeps_more_than_recursive_rejection():
     """On average: on trees, other than on chains, there are worlds in which it keeps less."""
-    gains = []
-    for seed in range(4):
-        world = World("plain", depth_of(SHAPES[shape]), seed)
-        block, token = (expected_accepted(world, SHAPES[shape], False, rule) for rule in RULES[::-1])
-        gains.append(block - token)
-    assert torch.stack(gains).mean() > 1e-3
+    for shape in [name for name, parents in SHAPES.items() if depth_of(parents) > 1]:
+        gains = []
+        for seed in range(4):
+            world = World("plain", depth_of(SHAPES[shape]), seed)
+            block, token = (expected_accepted(world, SHAPES[shape], False, rule) for rule in RULES[::-1])
+            gains.append(block - token)
+        assert torch.stack(gains).mean() > 1e-3
 
 
 def traverse(tree: DraftTree, p: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -222,23 +213,24 @@ def traverse(tree: DraftTree, p: torch.Tensor) -> list[tuple[int, torch.Tensor, 
         descend(parent)
 
 
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_recursion_is_traversal_verification(shape, replacement):
-    world = World("plain", depth_of(SHAPES[shape]))
-    tree, chance = all_trees(world, SHAPES[shape], replacement)
-    p = world.along(world.p, tree)
-    accept, residual = tree_acceptance(tree, p, "block")
-    order = tree_verification._post_order(tree)
-    for row in chance.nonzero()[::17, 0].tolist():
-        one = DraftTree(tree.tokens[row : row + 1], tree.parents[row : row + 1], tree.probs[row : row + 1], replacement)
-        trials = traverse(one, p[row : row + 1])
-        assert order[row, [place for place, *_ in trials]].tolist() == list(range(len(trials)))
-        for place, weight, distribution in trials:
-            have = accept[row, place - 1] if place else torch.ones_like(weight)
-            torch.testing.assert_close(have, weight, rtol=0, atol=1e-12)
-            if weight > 0:
-                torch.testing.assert_close(residual[row, place], distribution, rtol=0, atol=1e-12)
+def test_the_recursion_is_traversal_verification():
+    for replacement, shape in itertools.product([False, True], SHAPES):
+        world = World("plain", depth_of(SHAPES[shape]))
+        tree, chance = all_trees(world, SHAPES[shape], replacement)
+        p = world.along(world.p, tree)
+        accept, residual = tree_acceptance(tree, p, "block")
+        order = tree_verification._post_order(tree)
+        for row in chance.nonzero()[::17, 0].tolist():
+            one = DraftTree(
+                tree.tokens[row : row + 1], tree.parents[row : row + 1], tree.probs[row : row + 1], replacement
+            )
+            trials = traverse(one, p[row : row + 1])
+            assert order[row, [place for place, *_ in trials]].tolist() == list(range(len(trials)))
+            for place, weight, distribution in trials:
+                have = accept[row, place - 1] if place else torch.ones_like(weight)
+                torch.testing.assert_close(have, weight, rtol=0, atol=1e-12)
+                if weight > 0:
+                    torch.testing.assert_close(residual[row, place], distribution, rtol=0, atol=1e-12)
 
 
 def random_chain(dtype: torch.dtype, rows: int = 64, length: int = 4) -> tuple[torch.Tensor, ...]:
@@ -253,21 +245,25 @@ def random_chain(dtype: torch.dtype, rows: int = 64, length: int = 4) -> tuple[t
     return draft, q, p
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize(("rule", "chain_rule"), [("token", token_acceptance), ("block", block_acceptance)])
-def test_a_chain_is_judged_as_a_chain(rule, chain_rule, replacement, dtype, tolerance):
-    draft, q, p = random_chain(dtype)
-    tree = DraftTree.chain(draft, q)
-    tree.replacement = replacement
-    accept, residual = tree_acceptance(tree, p, rule)
-    want_accept, want_residual = chain_rule(draft, q, p)
-    assert accept.dtype == residual.dtype == dtype
-    torch.testing.assert_close(accept, want_accept, rtol=0, atol=tolerance)
-    # where all is accepted for certain, nothing is added there and any distribution will do
-    reachable = (want_accept < 1).cummax(1).values if rule == "token" else torch.ones_like(want_accept, dtype=bool)
-    torch.testing.assert_close(residual[:, :-1][reachable], want_residual[:, :-1][reachable], rtol=0, atol=tolerance)
-    torch.testing.assert_close(residual[:, -1], p[:, -1])
+def test_a_chain_is_judged_as_a_chain():
+    for (dtype, tolerance), replacement, (rule, chain_rule) in itertools.product(
+        [(torch.float64, 1e-12), (torch.float32, 2e-5)],
+        [False, True],
+        [("token", token_acceptance), ("block", block_acceptance)],
+    ):
+        draft, q, p = random_chain(dtype)
+        tree = DraftTree.chain(draft, q)
+        tree.replacement = replacement
+        accept, residual = tree_acceptance(tree, p, rule)
+        want_accept, want_residual = chain_rule(draft, q, p)
+        assert accept.dtype == residual.dtype == dtype
+        torch.testing.assert_close(accept, want_accept, rtol=0, atol=tolerance)
+        # where all is accepted for certain, nothing is added there and any distribution will do
+        reachable = (want_accept < 1).cummax(1).values if rule == "token" else torch.ones_like(want_accept, dtype=bool)
+        torch.testing.assert_close(
+            residual[:, :-1][reachable], want_residual[:, :-1][reachable], rtol=0, atol=tolerance
+        )
+        torch.testing.assert_close(residual[:, -1], p[:, -1])
 
 
 def drawn_batch(count: int, dtype: torch.dtype) -> tuple[DraftTree, torch.Tensor, World]:
@@ -282,33 +278,35 @@ def drawn_batch(count: int, dtype: torch.dtype) -> tuple[DraftTree, torch.Tensor
     return DraftTree(tree.tokens[rows], tree.parents[rows], tree.probs[rows].to(dtype)), p.to(dtype), world
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rule", RULES)
-def test_verify_tree_emits_the_targets_distribution(rule, dtype):
-    count = 30_000
-    tree, p, world = drawn_batch(count, dtype)
-    nodes, accepted, added = verify_tree(tree, p, torch.Generator().manual_seed(1), rule)
-    assert nodes.shape == (2 * count, 5) and torch.equal((nodes >= 0).sum(1), accepted)
-    kept = tree.tokens.gather(1, nodes.clamp(min=0))
-    for row, part in enumerate((slice(count), slice(count, None))):
-        number = torch.zeros(count, dtype=torch.long)
-        for i in range(3):  # what was emitted, completed by the target to three tokens
-            own = torch.multinomial(world.p[row, number], 1)[:, 0]
-            token = torch.where(accepted[part] > i, kept[part, i], torch.where(accepted[part] == i, added[part], own))
-            number = V * number + 1 + token
-        assert chi_square(number - first_of_length(3), world.target()[row]) > 1e-4
+def test_verify_tree_emits_the_targets_distribution():
+    for dtype, rule in itertools.product([torch.float32, torch.float64], RULES):
+        count = 30_000
+        tree, p, world = drawn_batch(count, dtype)
+        nodes, accepted, added = verify_tree(tree, p, torch.Generator().manual_seed(1), rule)
+        assert nodes.shape == (2 * count, 5) and torch.equal((nodes >= 0).sum(1), accepted)
+        kept = tree.tokens.gather(1, nodes.clamp(min=0))
+        for row, part in enumerate((slice(count), slice(count, None))):
+            number = torch.zeros(count, dtype=torch.long)
+            for i in range(3):  # what was emitted, completed by the target to three tokens
+                own = torch.multinomial(world.p[row, number], 1)[:, 0]
+                token = torch.where(
+                    accepted[part] > i, kept[part, i], torch.where(accepted[part] == i, added[part], own)
+                )
+                number = V * number + 1 + token
+            assert chi_square(number - first_of_length(3), world.target()[row]) > 1e-4
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_verify_tree_uses_its_generator_only(rule):
-    tree, p, _ = drawn_batch(100, torch.float32)
-    state = torch.get_rng_state()
-    runs = [verify_tree(tree, p, torch.Generator().manual_seed(seed), rule) for seed in (1, 1, 2)]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1]))
-    assert not torch.equal(runs[0][2], runs[2][2])
+def test_verify_tree_uses_its_generator_only():
+    for rule in RULES:
+        tree, p, _ = drawn_batch(100, torch.float32)
+        state = torch.get_rng_state()
+        runs = [verify_tree(tree, p, torch.Generator().manual_seed(seed), rule) for seed in (1, 1, 2)]
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1]))
+        assert not torch.equal(runs[0][2], runs[2][2])
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3, 2.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
@@ -346,94 +344,83 @@ def named_tree(rows: int, dtype: torch.dtype) -> tuple[DraftTree, DraftTree, tor
     return tree, DraftTree(tree.tokens, tree.parents, probs, depth=tree.depth), p
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_distributions_over_some_tokens_are_judged_as_those_over_all(rule):
-    tree, whole, p = named_tree(200, torch.float64)
-    for got, want in zip(tree_acceptance(tree, p, rule), tree_acceptance(whole, p, rule)):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    runs = [verify_tree(each, p, torch.manual_seed(5), rule) for each in (tree, whole)]
-    assert all(torch.equal(one, other) for one, other in zip(*runs))
+def test_distributions_over_some_tokens_are_judged_as_those_over_all():
+    for rule in RULES:
+        tree, whole, p = named_tree(200, torch.float64)
+        for got, want in zip(tree_acceptance(tree, p, rule), tree_acceptance(whole, p, rule)):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        runs = [verify_tree(each, p, torch.manual_seed(5), rule) for each in (tree, whole)]
+        assert all(torch.equal(one, other) for one, other in zip(*runs))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_distributions_over_some_tokens_emit_nothing_that_the_target_excludes_in_float32(rule):
-    tree, _, p = named_tree(4000, torch.float32)
-    result = verify_sampled(tree, p, rule)
-    after = p.gather(1, result.path[..., None].expand(-1, -1, 12)).gather(-1, result.tokens[..., None])[..., 0]
-    assert (after[torch.arange(after.shape[1]) <= result.num_accepted[:, None]] > 0).all()
+def test_distributions_over_some_tokens_emit_nothing_that_the_target_excludes_in_float32():
+    for rule in RULES:
+        tree, _, p = named_tree(4000, torch.float32)
+        result = verify_sampled(tree, p, rule)
+        after = p.gather(1, result.path[..., None].expand(-1, -1, 12)).gather(-1, result.tokens[..., None])[..., 0]
+        assert (after[torch.arange(after.shape[1]) <= result.num_accepted[:, None]] > 0).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
-    tree, p, _ = drawn_batch(50, torch.float64)
-    counts = torch.arange(100) % 6
-    accept, residual = tree_acceptance(DraftTree(tree.tokens, tree.parents, tree.probs, num_nodes=counts), p, rule)
-    for count in range(6):
-        rows = counts == count
-        small = DraftTree(tree.tokens[rows, :count], tree.parents[rows, :count], tree.probs[rows])
-        want_accept, want_residual = tree_acceptance(small, p[rows, : count + 1], rule)
-        torch.testing.assert_close(accept[rows, :count], want_accept, rtol=0, atol=1e-12)
-        torch.testing.assert_close(residual[rows, : count + 1], want_residual, rtol=0, atol=1e-12)
-        assert (accept[rows, count:] == 0).all()
+def test_nodes_beyond_the_count_are_as_if_not_drafted():
+    for rule in RULES:
+        tree, p, _ = drawn_batch(50, torch.float64)
+        counts = torch.arange(100) % 6
+        accept, residual = tree_acceptance(DraftTree(tree.tokens, tree.parents, tree.probs, num_nodes=counts), p, rule)
+        for count in range(6):
+            rows = counts == count
+            small = DraftTree(tree.tokens[rows, :count], tree.parents[rows, :count], tree.probs[rows])
+            want_accept, want_residual = tree_acceptance(small, p[rows, : count + 1], rule)
+            torch.testing.assert_close(accept[rows, :count], want_accept, rtol=0, atol=1e-12)
+            torch.testing.assert_close(residual[rows, : count + 1], want_residual, rtol=0, atol=1e-12)
+            assert (accept[rows, count:] == 0).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shape", [[-1, -1, 0, 1], [-1, 0, 1], [-1, 0, 0, 1]])
-def test_nodes_may_lose_all_their_children_whatever_was_drawn(shape, rule):
+def test_nodes_may_lose_all_their_children_whatever_was_drawn():
     """Which do depends on the text up to them."""
-    world = World("plain", 3)
-    tree, chance = all_trees(world, shape, replacement=False)
-    before = texts(tree).gather(1, tree.parents + 1)
-    real = ((before * 7 % 5 % 2 == 0)[:, None] | ~tree.mask()[:, 1:, 1:]).all(-1)
-    left = of_real(tree, real)
-    assert 0 < left.num_nodes.double().mean() < len(shape)
-    assert (emitted_distribution(world, left, chance, rule) - world.target()).abs().max() < 1e-12
+    for rule, shape in itertools.product(RULES, [[-1, -1, 0, 1], [-1, 0, 1], [-1, 0, 0, 1]]):
+        world = World("plain", 3)
+        tree, chance = all_trees(world, shape, replacement=False)
+        before = texts(tree).gather(1, tree.parents + 1)
+        real = ((before * 7 % 5 % 2 == 0)[:, None] | ~tree.mask()[:, 1:, 1:]).all(-1)
+        left = of_real(tree, real)
+        assert 0 < left.num_nodes.double().mean() < len(shape)
+        assert (emitted_distribution(world, left, chance, rule) - world.target()).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_drawn_chain_of_rows_of_different_lengths(rule):
-    draft, q, p = random_chain(torch.float32, rows=4000)
-    counts = torch.arange(4000) % 5
-    result = verify_sampled(DraftTree.chain(draft, q, num_nodes=counts), p, rule)
-    assert (result.num_accepted <= counts).all() and (result.num_accepted[counts == 4] == 4).any()
-    after = p.gather(1, result.num_accepted[:, None, None].expand(-1, 1, 6))[:, 0]
-    assert (after.gather(1, result.added[:, None]) > 0).all()
+def test_a_drawn_chain_of_rows_of_different_lengths():
+    for rule in RULES:
+        draft, q, p = random_chain(torch.float32, rows=4000)
+        counts = torch.arange(4000) % 5
+        result = verify_sampled(DraftTree.chain(draft, q, num_nodes=counts), p, rule)
+        assert (result.num_accepted <= counts).all() and (result.num_accepted[counts == 4] == 4).any()
+        after = p.gather(1, result.num_accepted[:, None, None].expand(-1, 1, 6))[:, 0]
+        assert (after.gather(1, result.added[:, None]) > 0).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_chains_and_certain_trees_take_their_short_ways(rule):
+def test_chains_and_certain_trees_take_their_short_ways():
     """A chain is verified as `verify` does, and deterministic trees by a walk, from the same random numbers."""
-    draft, q, p = random_chain(torch.float64)
-    seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
-    accepted, added, _ = verify(draft, q, p, rule, seeded())
-    result = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
-    assert torch.equal(result.num_accepted, accepted) and torch.equal(result.added, added)
-    assert torch.equal(result.tokens[:, :-1][result.nodes >= 0], draft[result.nodes >= 0])
-    walked, picked = verify_sampled(DraftTree.chain(draft), p, rule, seeded()), draw(p, seeded())
-    assert torch.equal(walked.tokens, picked)
+    for rule in RULES:
+        draft, q, p = random_chain(torch.float64)
+        seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
+        accepted, added, _ = verify(draft, q, p, rule, seeded())
+        result = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
+        assert torch.equal(result.num_accepted, accepted) and torch.equal(result.added, added)
+        assert torch.equal(result.tokens[:, :-1][result.nodes >= 0], draft[result.nodes >= 0])
+        walked, picked = verify_sampled(DraftTree.chain(draft), p, rule, seeded()), draw(p, seeded())
+        assert torch.equal(walked.tokens, picked)
 
 
-def test_an_unknown_rule_is_refused():
-    draft, q, p = random_chain(torch.float32)
-    for tree in (DraftTree.chain(draft), DraftTree.chain(draft, q), DraftTree(draft, torch.full_like(draft, -1), q)):
-        with pytest.raises(ValueError, match="verification='coin'.*'token'.*'block'"):
-            verify_sampled(tree, p, "coin")
-    with pytest.raises(ValueError, match="verification='coin'"):
-        tree_acceptance(DraftTree.chain(draft, q), p, "coin")
-
-
-@pytest.mark.parametrize("counts", [None, torch.tensor([5, 2])])
-@pytest.mark.parametrize("replacement", [False, True])
-def test_verification_never_makes_the_host_wait(replacement, counts):
-    tokens, parents = torch.tensor([[0, 1, 0, 1, 2], [2, 1, 0, 1, 2]]), torch.tensor([SHAPES["bushy"]] * 2)
-    p = torch.rand(2, 6, 3).softmax(-1)
-    drawn = DraftTree(tokens, parents, p.flip(0), replacement, depth=2, num_nodes=counts)
-    certain = DraftTree(tokens, parents, depth=2, num_nodes=counts)
-    chains = [DraftTree.chain(tokens, q, counts) for q in (None, p[:, :-1])]
-    for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
-        with mode:
-            for tree, rule in itertools.product([drawn, certain, *chains], RULES):
-                result = verify_sampled(tree, p, rule)
-                result.nodes, result.path, result.added, tree.positions(), tree.paths()  # noqa: B018
-                follow(tree, p.argmax(-1))
-                tree_acceptance(tree, p, rule)
+def test_verification_never_makes_the_host_wait():
+    for counts, replacement in itertools.product([None, torch.tensor([5, 2])], [False, True]):
+        tokens, parents = torch.tensor([[0, 1, 0, 1, 2], [2, 1, 0, 1, 2]]), torch.tensor([SHAPES["bushy"]] * 2)
+        p = torch.rand(2, 6, 3).softmax(-1)
+        drawn = DraftTree(tokens, parents, p.flip(0), replacement, depth=2, num_nodes=counts)
+        certain = DraftTree(tokens, parents, depth=2, num_nodes=counts)
+        chains = [DraftTree.chain(tokens, q, counts) for q in (None, p[:, :-1])]
+        for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
+            with mode:
+                for tree, rule in itertools.product([drawn, certain, *chains], RULES):
+                    result = verify_sampled(tree, p, rule)
+                    result.nodes, result.path, result.added, tree.positions(), tree.paths()  # noqa: B018
+                    follow(tree, p.argmax(-1))
+                    tree_acceptance(tree, p, rule)

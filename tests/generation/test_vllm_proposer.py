@@ -120,6 +120,7 @@ def decode(base, runner, temperature=None):
     return texts, made
 
 
+@pytest.mark.by_day("btree", "medusa")
 @pytest.mark.core_cases("ff")
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_ragged_requests_are_those_of_generate(kind, runner_class, tmp_path):
@@ -227,20 +228,6 @@ def test_a_runner_of_another_version_is_refused(runner_class):
     runner_class.propose_draft_token_ids = lambda self, scheduler_output, sampled_token_ids: None
     with pytest.raises(RuntimeError, match="sample_hidden_states.*spec_decode_metadata.*sampling_metadata"):
         listen()
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("cp", {"count": 4}, "num_speculative_tokens=.*4.*1.*3"),
-        ("cp", {"options": {}}, "additional_config.*'tokenahead_heads'"),
-        ("cp", {"options": {"tokenahead_heads": "nowhere"}}, "'nowhere'"),
-    ],
-)
-def test_what_the_configuration_cannot_mean(kind, changes, reason, runner_class, tmp_path):
-    base, _ = saved(kind, tmp_path)
-    with pytest.raises(ValueError, match=reason):
-        HeadProposer(configuration(base, tmp_path, **changes))
 
 
 def test_heads_that_do_not_fit(runner_class, tmp_path):

@@ -68,6 +68,7 @@ def fresh(folder, shards=ONE):
     return folder
 
 
+@pytest.mark.by_day("shards to one file", "a part")
 @pytest.mark.parametrize("case", CASES)
 def test_a_kill_before_any_operation_leaves_one_version(case, tmp_path):
     old, new = CASES[case]
@@ -140,6 +141,7 @@ def unfinished(folder):
     return folder
 
 
+@pytest.mark.by_day("shards to one file")
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_may_finish_a_save(case, tmp_path, monkeypatch):
     """One finishes all of it before any operation of the other: nothing that has arrived moves again."""

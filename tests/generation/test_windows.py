@@ -63,6 +63,7 @@ def watched(model):
     return held, seen
 
 
+@pytest.mark.by_day("mistral-KnowingChains", "gemma3_text-KnowingTrees")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees])
 @pytest.mark.parametrize("name", NAMES)
 def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind, step):
@@ -84,6 +85,7 @@ def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind
     assert 0 < max(held) <= -(-(WINDOW + 1 + NODES) // step) * step and max(seen) > 8 * WINDOW
 
 
+@pytest.mark.by_day("gemma3_text-KnowingTrees")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees])
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
 def test_generation_continues_behind_rows_that_ended_early(name, kind):
@@ -115,6 +117,7 @@ def test_generation_continues_behind_rows_that_ended_early(name, kind):
     assert set(columns(other)) == set(columns(given)) == {WINDOW - 1}
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("lag", [2, 64])
 def test_modules_with_a_window_hold_no_more_either(lag, step, monkeypatch):
     """And row by row their drafts are those of a cache that forgets nothing."""
@@ -135,6 +138,7 @@ def test_modules_with_a_window_hold_no_more_either(lag, step, monkeypatch):
     assert set().union(*whole.rows_accepted) == {0, 1, 2, 3}
 
 
+@pytest.mark.by_day("gpt_oss")
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_assistants_forget_as_their_targets_do(name, step):
     model, texts = backbone(name), prompts()

@@ -175,6 +175,7 @@ def check_emitted(p, tree, mass, length):
     assert (completed(p, ours, length) - completed(p, theirs, length)).abs().max() < 1e-12
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [*KINDS, "eagle", "module", "assistant"])
 def test_chains(kind, way, monkeypatch):
@@ -195,6 +196,7 @@ def test_chains(kind, way, monkeypatch):
             check_emitted(p, tree, chance[:, None, None] * stopped[..., None] * residual, DEPTH + 1)
 
 
+@pytest.mark.by_day("module-function")
 @pytest.mark.parametrize(
     ("kind", "way"),
     [*itertools.product(["ff", "btree", "hydra", "eagle", "module"], ["function"]), ("cp", "table"), ("hmm", "table")],

@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.loopback_hub import LoopbackHub
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.nightly
 def test_push_and_load_by_name(tmp_path):
     with LoopbackHub() as hub:
         hub.run(HERE / "deepseek_hub_client.py", tmp_path)

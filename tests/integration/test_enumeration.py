@@ -119,30 +119,26 @@ def emitted(rule, q, p, shares=None):
     return distribution, target
 
 
-@pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree", "mask"])
-def test_the_emitted_distribution_is_the_targets(kind, rule, warp):
-    processing = Processing(LogitsProcessorList(WARPS[warp]))
-    for seed in range(2):
-        q = drafted(distribution_of(kind, seed), processing)
-        p = target_rows(processing, seed + 50)
-        distribution, target = emitted(rule, q, p)
-        assert abs(sum(distribution.values()) - 1) < 1e-12
-        assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
+def test_the_emitted_distribution_is_the_targets():
+    for warp, rule, kind in itertools.product(WARPS, ["token", "block"], ["ff", "cp", "hmm", "btree", "mask"]):
+        processing = Processing(LogitsProcessorList(WARPS[warp]))
+        for seed in range(2):
+            q = drafted(distribution_of(kind, seed), processing)
+            p = target_rows(processing, seed + 50)
+            distribution, target = emitted(rule, q, p)
+            assert abs(sum(distribution.values()) - 1) < 1e-12
+            assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
-@pytest.mark.parametrize("warp", ["plain", "top_p"])
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("kind", ["ff", "hmm", "btree"])
-def test_drafts_that_end_where_no_row_is_sure_emit_the_targets_distribution(kind, rule, warp):
+def test_drafts_that_end_where_no_row_is_sure_emit_the_targets_distribution():
     """Both rows' drafts say where the drafts of the batch end (`assistant_confidence_threshold`)."""
-    processing = Processing(LogitsProcessorList(WARPS[warp]))
-    q, other = (drafted(distribution_of(kind, seed), processing) for seed in (0, 7))
-    p, shares = target_rows(processing, 50), shares_of_lengths(q, other, 0.4)
-    assert (shares > 0).any(0).sum() > 1, "lengths must differ, or the test shows nothing"
-    distribution, target = emitted(rule, q, p, shares)
-    assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
+    for warp, rule, kind in itertools.product(["plain", "top_p"], ["token", "block"], ["ff", "hmm", "btree"]):
+        processing = Processing(LogitsProcessorList(WARPS[warp]))
+        q, other = (drafted(distribution_of(kind, seed), processing) for seed in (0, 7))
+        p, shares = target_rows(processing, 50), shares_of_lengths(q, other, 0.4)
+        assert (shares > 0).any(0).sum() > 1, "lengths must differ, or the test shows nothing"
+        distribution, target = emitted(rule, q, p, shares)
+        assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
 @pytest.mark.core

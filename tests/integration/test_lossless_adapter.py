@@ -20,11 +20,12 @@ def generate(model, prompt, drafter, **options):
     return assisted_generate(model, prompt, drafter, attention_mask=torch.ones_like(prompt), **options)
 
 
+@pytest.mark.by_day("heads")
 @pytest.mark.parametrize("kind", MAKE)
 def test_sampled_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3]])
     options = dict(temperature=0.8, top_k=4, repetition_penalty=1.2)
     drafter = MAKE[kind](model)
-    draws = [generate(model, prompt, drafter, do_sample=True, max_new_tokens=4, **options) for _ in range(500)]
+    draws = [generate(model, prompt, drafter, do_sample=True, max_new_tokens=4, **options) for _ in range(250)]
     distribution = continuation_distribution(model, prompt, 2, **options)
     assert continuation_p_value(torch.cat(draws)[:, 5:7], distribution) > 0.001

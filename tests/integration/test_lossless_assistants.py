@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -26,13 +26,13 @@ from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDrafter
 from tokenahead.generation.assistant.session import AssistantSession
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4
 NEW_GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_step_of_a_padded_batch_waits_for_the_device(name, monkeypatch):
     """transformers looks at the mask of a single token; from the second drafted token on there is none to look at."""
@@ -52,37 +52,24 @@ def test_no_step_of_a_padded_batch_waits_for_the_device(name, monkeypatch):
     assert max(asked) == DRAFT and torch.equal(out, model.generate(**left_padded(code_prompts(3)), **NEW_GREEDY))
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-def test_ngram_statistics_hold_what_was_found(branches):
+def test_ngram_statistics_hold_what_was_found():
     """Row 0 repeats itself; row 1 never said its last token before, and drafts nothing at first."""
-    model, prompt = backbone(), torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 12, 13, 14, 15]])
-    drafter = NgramDrafter(longest=2, branches=branches).attach(model)
-    assert int(model(prompt).logits[1, -1].argmax()) not in prompt[1]
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, assistant_model=drafter,
-        num_assistant_tokens=3, return_dict_in_generate=True,
-    )  # fmt: skip
-    assert out.speculation.rows_drafts[1][0] == [] and out.speculation.rows_accepted[1][0] == 0
-    text = prompt[0].tolist() + out.sequences[0, 7:].tolist()
-    found = [draft for draft in out.speculation.rows_drafts[0] if draft]
-    assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
-    assert max(map(len, found)) == 3 * branches
+    for branches in [1, 3]:
+        model, prompt = backbone(), torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 12, 13, 14, 15]])
+        drafter = NgramDrafter(longest=2, branches=branches).attach(model)
+        assert int(model(prompt).logits[1, -1].argmax()) not in prompt[1]
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, assistant_model=drafter,
+            num_assistant_tokens=3, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert out.speculation.rows_drafts[1][0] == [] and out.speculation.rows_accepted[1][0] == 0
+        text = prompt[0].tolist() + out.sequences[0, 7:].tolist()
+        found = [draft for draft in out.speculation.rows_drafts[0] if draft]
+        assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
+        assert max(map(len, found)) == 3 * branches
 
 
-def test_sampled_distribution_of_ragged_rows():
-    """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
-    model = backbone("mistral", vocabulary=5, seed=2)
-    drafter = AssistantDrafter(blurred(model, 0.5), num_tokens=3).attach(model)
-    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
-    out = model.generate(
-        **left_padded(batch * 2_000), do_sample=True, top_k=0, max_new_tokens=6, assistant_model=drafter,
-        num_assistant_tokens_schedule="adaptive",
-    )  # fmt: skip
-    for row, prompt in enumerate(batch):
-        distribution = continuation_distribution(model, prompt[None], 3, top_k=0)
-        assert continuation_p_value(out[row::2, 8:11], distribution) > 0.001
-
-
+@pytest.mark.by_day("0.9")
 @pytest.mark.parametrize("threshold", [0.0, 0.9])
 def test_an_assistant_drafts_for_a_byte_model_with_a_cache_of_its_own(threshold):
     """Its cache has a length per row and no columns, with padded rows and without; unsure drafts end early."""
@@ -104,18 +91,20 @@ def test_an_assistant_drafts_for_a_byte_model_with_a_cache_of_its_own(threshold)
         assert longest == (1 if threshold else 3)
 
 
-@pytest.mark.parametrize("prompt", [9, 30])
-def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go(prompt):
-    model, ids = backbone(), torch.arange(5, 5 + prompt)[None]
-    config = GPT2Config(
-        vocab_size=model.config.vocab_size, n_positions=24, n_embd=32, n_layer=1, n_head=4, bos_token_id=1,
-        eos_token_id=None,
-    )  # fmt: skip
-    want = model.generate(ids, max_new_tokens=30, do_sample=False)
-    drafter = AssistantDrafter(GPT2LMHeadModel(config).eval()).attach(model)
-    out = model.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, want)
-    assert (out.speculation.rows_drafts[0][0] != []) == (prompt < 24)
+def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go():
+    for prompt in [9, 30]:
+        model, ids = backbone(), torch.arange(5, 5 + prompt)[None]
+        config = GPT2Config(
+            vocab_size=model.config.vocab_size, n_positions=24, n_embd=32, n_layer=1, n_head=4, bos_token_id=1,
+            eos_token_id=None,
+        )  # fmt: skip
+        want = model.generate(ids, max_new_tokens=30, do_sample=False)
+        drafter = AssistantDrafter(GPT2LMHeadModel(config).eval()).attach(model)
+        out = model.generate(
+            ids, max_new_tokens=30, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, want)
+        assert (out.speculation.rows_drafts[0][0] != []) == (prompt < 24)
 
 
 def test_what_is_no_assistant():
@@ -150,6 +139,7 @@ def adapted(**options):
     return get_peft_model(blurred(backbone(), 0.3), LoraConfig(target_modules=["q_proj"], **options))
 
 
+@pytest.mark.by_day("both")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -185,9 +175,3 @@ def test_an_assistant_of_adapters_is_saved_and_loaded(tmp_path):
         assert torch.equal(out.sequences, plain)
         drafts.append(out.speculation.rows_drafts)
     assert drafts[0] == drafts[1] == drafts[2]
-
-
-def test_prompts_of_peft_are_refused_by_name():
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ValueError, match="PeftModelForCausalLM.*prompts"):
-        AssistantDrafter(get_peft_model(blurred(backbone(), 0.3), config))

@@ -24,6 +24,7 @@ def model_and_prompts(name):
     return model, [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in (9, 5, 1, 12)]
 
 
+@pytest.mark.by_day("deepseek_v3", "deepseek_v4", "qwen3_next")
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(name):
     model, prompts = model_and_prompts(name)
@@ -38,6 +39,7 @@ def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(name):
     assert len(set(alone.speculation.accepted)) > 1
 
 
+@pytest.mark.by_day("qwen3_next")
 @pytest.mark.parametrize("name", [*RECURRENT, "deepseek_v4", "glm_moe_dsa"])
 def test_generation_continues_and_the_prompt_may_come_in_chunks(name):
     model, prompts = model_and_prompts(name)

@@ -36,7 +36,7 @@ def crossings(accepted, drafts, length, window):
 
 
 def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(trained):
-    batch = seasoned(trained, prompts(200))
+    batch = seasoned(trained, prompts(40))
     plain = plain_outputs(trained, batch)
     window, counts, crossed = trained.config.window_size, set(), 0
     options = dict(max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
@@ -46,7 +46,7 @@ def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(trained):
         counts |= set(out.speculation.accepted)
         crossed += crossings(out.speculation.accepted, out.speculation.drafts, len(prompt), window)
     assert counts == set(range(trained.window)), counts
-    assert crossed >= 50, crossed
+    assert crossed >= 10, crossed
 
     ragged_counts, ragged = set(), False
     for start in range(0, len(batch), 4):

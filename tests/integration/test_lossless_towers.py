@@ -15,6 +15,7 @@ NAMES = list(TOWERS)
 SEEDS = {"inkling_mm_model": 9, "minimax_m3_vl": 1}
 
 
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_behind_images_equals_the_main_model_s(name):
     model = tower_model(name, VOCABULARY, SEEDS.get(name, 0))
@@ -30,6 +31,7 @@ def test_greedy_behind_images_equals_the_main_model_s(name):
     assert torch.equal(model.generate(**alone, num_assistant_tokens=DRAFTS, **options).sequences, want)
 
 
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_drafts_behind_images_are_those_of_whole_texts(name):
@@ -62,6 +64,7 @@ def test_blocks_of_columns_behind_padding_are_decoded_plainly_and_said_to_be(cap
         model.generate(batch["input_ids"][:1], draft_tree=[(0,), (0, 0)], **options)
 
 
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 def test_training_moves_modules_alone_and_directories_hold_the_tower(name, tmp_path):
     model, batch = tower_model(name), image_batch(name)

@@ -52,6 +52,7 @@ def trained(name):
     return model, counts, equal, moved
 
 
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_the_model_s_own_for_every_number_of_accepted_drafts(name):
     _, counts, equal, moved = trained(name)
@@ -59,6 +60,7 @@ def test_greedy_text_is_the_model_s_own_for_every_number_of_accepted_drafts(name
     assert moved and all(key.startswith("mtp.") for key in moved)
 
 
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 def test_sampled_text_follows_the_model(name):
     model, *_ = trained(name)
@@ -76,6 +78,7 @@ def test_sampled_text_follows_the_model(name):
     assert {0, 1, 2} <= set().union(*out.speculation.rows_accepted)
 
 
+@pytest.mark.by_day("qwen3_5")
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_continues_and_the_prompt_may_come_in_chunks(name):
     model, *_ = trained(name)

@@ -22,9 +22,10 @@ def padded_texts(group, texts):
     return [[*row, *text.tolist()] for row, text in zip(left_padded(group)["input_ids"].tolist(), texts)]
 
 
+@pytest.mark.by_day("mistral")
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_alone_and_in_ragged_batches(name):
-    model, batch = backbone(name), prompts(40)
+    model, batch = backbone(name), prompts(20)
     drafter = KnowingTrees(48).attach(model)
     expected = plain_continuations(model, batch, NEW)
     for size in (1, 4):
@@ -39,6 +40,7 @@ def test_greedy_alone_and_in_ragged_batches(name):
         assert seen == set(range(DEPTH + 1)) and uneven
 
 
+@pytest.mark.by_day("evabyte")
 @pytest.mark.parametrize("name", ["llama", "mistral", "evabyte"])
 def test_the_cache_of_trees_is_continued_plainly(name):
     model, batch = backbone(name), prompts(4, seed=8)
@@ -50,6 +52,7 @@ def test_the_cache_of_trees_is_continued_plainly(name):
     assert model.generate(begun.sequences, **options).tolist() == drafter.texts
 
 
+@pytest.mark.by_day("mistral-{}-block", "evabyte-{}-token")
 @pytest.mark.parametrize("kind", ["block", "token", "certain"])
 @pytest.mark.parametrize(
     ("name", "processors"),
@@ -98,6 +101,7 @@ def test_statistics_hold_real_nodes_only(monkeypatch):
     assert len(shares) == DEPTH and all(0 < share < 1 for share in shares)
 
 
+@pytest.mark.by_day("llama")
 @pytest.mark.parametrize("name", ["llama", "mistral", "evabyte"])
 def test_scores_logits_and_hidden_states_are_those_of_the_path(name):
     model, batch = backbone(name), prompts(4, seed=8)

@@ -22,6 +22,7 @@ def write(model, lengths=(5, 1, 9, 2), **options):
     return model.generate(**batch, **how)
 
 
+@pytest.mark.by_day("linear-mlp", "2-none")
 @pytest.mark.parametrize("sampler", ["mlp", "none"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_greedy_text_is_plain_greedy_text(budget, sampler):
@@ -57,6 +58,7 @@ def test_linear_decoding_takes_a_plain_step_after_a_rejection():
         assert set(cycles) >= {(0, 0), (size, 0), (size, 1)}
 
 
+@pytest.mark.by_day("token-linear", "coupled-None")
 @pytest.mark.parametrize(("rule", "budget"), [("block", "quadratic"), ("token", "linear"), ("coupled", None)])
 def test_sampled_text_has_the_distribution_of_the_backbone(rule, budget):
     torch.manual_seed(5)
@@ -75,24 +77,3 @@ def test_sampled_text_has_the_distribution_of_the_backbone(rule, budget):
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
     assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
-
-
-def test_the_same_uniforms_pick_the_same_tokens():
-    model, uniforms = masked(), torch.rand(4, 18, generator=torch.Generator().manual_seed(3))
-    how = {"do_sample": True, "top_k": 0, "verification": "coupled", "uniforms": uniforms}
-    want = write(model, use_mtp=False, **how).sequences
-    for budget in BUDGETS:
-        assert torch.equal(write(model, slot_budget=budget, **how).sequences, want)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slot_budget": "cubic"}, "slot_budget=.*'cubic'.*'quadratic'.*'linear'"),
-        ({"slot_budget": 0}, "slot_budget=.*0.*1"),
-        ({"best_of": 2, "do_sample": True, "verification": "coupled"}, "uniforms"),
-    ],
-)
-def test_bad_input_to_generate(options, message):
-    with pytest.raises(ValueError, match=message):
-        write(masked(), **options)

@@ -13,9 +13,8 @@ from tests.ptp_models import backbone as ptp_backbone
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter
 from tokenahead.generation.assistant.session import SharedVocabulary
-from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
@@ -35,19 +34,20 @@ def assistant_of(model, size, noise=0.05):
     return twin
 
 
-@pytest.mark.core_cases("42-48")
-@pytest.mark.parametrize("own, theirs", SIZES)
-def test_greedy_text_is_the_backbones(own, theirs):
+@pytest.mark.core
+def test_greedy_text_is_the_backbones():
     """Also where it writes ids of the padding, which the assistant cannot embed."""
-    model, batch = backbone(vocabulary=theirs), left_padded(prompts(4, 40))
-    drafter = AssistantDrafter(assistant_of(model, own), 4, vocab_size=40).attach(model)
-    out = model.generate(**batch, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
-    plain = model.generate(**batch, **GREEDY)
-    assert torch.equal(out.sequences, plain) and (own > theirs or plain.max() >= own)
-    drafts = [token for row in out.speculation.rows_drafts for draft in row for token in draft]
-    assert any(map(any, out.speculation.rows_accepted)) and max(drafts) < 40
+    for own, theirs in SIZES:
+        model, batch = backbone(vocabulary=theirs), left_padded(prompts(4, 40))
+        drafter = AssistantDrafter(assistant_of(model, own), 4, vocab_size=40).attach(model)
+        out = model.generate(**batch, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        plain = model.generate(**batch, **GREEDY)
+        assert torch.equal(out.sequences, plain) and (own > theirs or plain.max() >= own)
+        drafts = [token for row in out.speculation.rows_drafts for draft in row for token in draft]
+        assert any(map(any, out.speculation.rows_accepted)) and max(drafts) < 40
 
 
+@pytest.mark.by_day("11-14-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("own, theirs", [(11, 14), (11, 9)])
 def test_students_draft_for_other_sizes(variant, own, theirs):
@@ -65,6 +65,7 @@ def test_students_draft_for_other_sizes(variant, own, theirs):
             assert torch.equal(out, large.generate(**batch, **options, assistant_model=small, use_mtp=False))
 
 
+@pytest.mark.by_day("{}-7-block", "{}-4-categorical")
 @pytest.mark.parametrize("kind", ["block", "token", "categorical", "one_hot"])
 @pytest.mark.parametrize("own", [4, 7])
 @pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
@@ -86,6 +87,7 @@ def test_sampled_distribution(kind, own, processors):
     assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("way", ["choose", "fitted"])
@@ -129,9 +131,3 @@ def test_tokenizers_say_what_is_shared(tmp_path):
         AssistantDrafter(other).attach(model)
     with pytest.raises(ValueError, match="LlamaForCausalLM has 46.*vocab_size=len"):
         AssistantDrafter(backbone(vocabulary=46)).attach(model)
-
-
-@pytest.mark.parametrize("size", [0, 45, 3.0, True])
-def test_a_number_of_ids_that_cannot_be_shared_is_refused(size):
-    with pytest.raises(ValueError, match=f"vocab_size={size}.*1 to 44"):
-        AssistantDrafter(backbone(vocabulary=44), vocab_size=size).attach(backbone())

@@ -5,7 +5,7 @@ import torch
 
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead.generation.call import schedule as schedules
-from tokenahead.modeling.ptp.slots import split_budget
+from tokenahead.modeling.ptp.session import split_budget
 
 _COUPLED = {"do_sample": True, "verification": "coupled"}
 
@@ -34,6 +34,7 @@ def forwards(model, clock, **options):
     return rows[1:], out
 
 
+@pytest.mark.by_day("options1-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 @pytest.mark.parametrize("options", [_COUPLED | {"seed": 1}, _COUPLED | {"best_of": 2}, {}])
 def test_no_slots_where_none_pay(variant, options, clock, monkeypatch):

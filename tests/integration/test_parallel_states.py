@@ -19,6 +19,7 @@ def calls(model, prompt, **options):
     return out, seen
 
 
+@pytest.mark.by_day("categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 def test_greedy_drafts_are_asked_for_the_most_likely_tokens(variant):
     prompt = ids(2, 5)

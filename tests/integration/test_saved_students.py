@@ -1,23 +1,16 @@
 """A student in a separate directory, attached to a plain backbone, writes what the whole model writes."""
 
 import copy
-import pickle
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, pipeline
+from peft import LoraConfig
 
-from tests.assisted import assisted_generate
 from tests.models import left_padded
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import PTPForCausalLM, PTPStudent
-from tokenahead.testing import letters
 
 BATCH = left_padded([ids(n, seed=n) for n in (5, 2, 9)])
-HOW = {"greedy": {}, "coupled": {"do_sample": True, "seed": 3, "verification": "coupled"},
-       "block": {"do_sample": True, "seed": 3, "verification": "block"},
-       "best": {"do_sample": True, "seed": 3, "verification": "coupled", "best_of": 2}}  # fmt: skip
 
 
 def write(model, **options):
@@ -29,32 +22,6 @@ def pair(variant="one_hot", base=None):
     base = backbone(seed=2).double() if base is None else base
     whole = student(variant, base).eval()
     return whole, PTPStudent.from_model(copy.deepcopy(whole)), copy.deepcopy(base)
-
-
-@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
-def test_a_folder_of_its_own(variant, tmp_path):
-    whole, apart, base = pair(variant)
-    apart.save_pretrained(tmp_path)
-    names = {name for name, _ in apart.named_parameters()}
-    made = ("mask_embedding", "sampler") if variant == "mask" else ("uniform_embedding",)
-    assert names and all(".lora_" in name or name.startswith(made) for name in names)
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    for kind in (PTPStudent, AutoModel):
-        loaded = kind.from_pretrained(tmp_path).attach(base)
-        for how in (how for how in HOW.values() if variant != "mask" or "best_of" not in how):
-            assert torch.equal(write(base, assistant_model=loaded, **how), write(whole, **how))
-        out = write(base, assistant_model=loaded, return_dict_in_generate=True)
-        assert sum(map(sum, out.speculation.rows_accepted)) and torch.equal(out.sequences, write(base))
-        loaded.detach()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
-    assert "generate" not in vars(base)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_other_backbones(family):
-    whole, apart, base = pair(base=backbone(CONFIGS[family]()).double())
-    apart.attach(base)
-    assert torch.equal(write(base, assistant_model=apart, **HOW["coupled"]), write(whole, **HOW["coupled"]))
 
 
 def test_what_the_model_learns_is_the_students(tmp_path):
@@ -93,33 +60,6 @@ def test_the_student_follows_a_backbone_that_changes():
     assert not torch.equal(write(base), first) and torch.equal(write(base, assistant_model=apart), write(base))
 
 
-def test_within_a_model_of_peft():
-    _, apart, base = pair()
-    wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    apart.attach(wrapped)
-    assert torch.equal(write(wrapped, assistant_model=apart), write(wrapped))
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])  # noqa: S301 - our own
-def test_copies_are_detached(way):
-    _, apart, base = pair()
-    apart.attach(base)
-    want = write(base, assistant_model=apart, **HOW["coupled"])
-    again, plain = way(apart), way(base)
-    assert not again.is_attached
-    assert torch.equal(write(plain), write(base))
-    assert torch.equal(write(plain, assistant_model=again.attach(plain), **HOW["coupled"]), want)
-
-
-def test_a_pipeline_takes_it():
-    _, apart, base = pair()
-    tokenizer = letters(11)
-    texts = pipeline("text-generation", model=base, tokenizer=tokenizer)
-    helped = pipeline("text-generation", model=base, tokenizer=tokenizer, assistant_model=apart.attach(base))
-    how = {"max_new_tokens": 8, "do_sample": False}
-    assert helped("abcd", **how) == texts("abcd", **how)
-
-
 def test_what_is_refused():
     _, apart, base = pair()
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
@@ -140,15 +80,3 @@ def test_what_is_refused():
         apart.resize_token_embeddings(12)
     with pytest.raises(ValueError, match="backbone_config"):
         PTPStudent(type(apart.config)())
-
-
-@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
-def test_the_assisted_loop_of_transformers_is_refused_by_name(variant):
-    whole, apart, base = pair(variant)
-    other = backbone(seed=5).double()
-    for drafter, name in ((whole, "PTPForCausalLM"), (apart, "PTPStudent"), (apart.attach(base), "PTPStudent")):
-        for how in ({}, {"do_sample": True}, {"num_assistant_tokens": 2}):
-            with pytest.raises(RuntimeError, match=f"{name}.*attach"):
-                other.generate(ids(1, 5), assistant_model=drafter, max_new_tokens=8, pad_token_id=0, **how)
-    with pytest.raises(ValueError, match="PTPStudent.*slots"):
-        assisted_generate(base, ids(1, 5), apart, max_new_tokens=8, pad_token_id=0)

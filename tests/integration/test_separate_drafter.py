@@ -30,25 +30,7 @@ def write(model, lengths=(5, 1, 9, 2), **options):
     return model.generate(**batch, **how)
 
 
-@pytest.mark.core_cases("mask")
-@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
-def test_greedy_text_is_the_larger_models(variant):
-    large, small = pair(variant)
-    want = write(large)
-    drafter = small.attach(large)
-    out = write(large, assistant_model=small, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, want) and torch.equal(write(large, assistant_model=drafter), want)
-    counts = set().union(*out.speculation.rows_accepted)
-    assert len(counts) > 1 and out.speculation.rows_drafts[0][0]
-    assert torch.equal(write(large, (7,), assistant_model=small), write(large, (7,)))
-    end = int(want[1, 12])
-    assert torch.equal(write(large, assistant_model=small, eos_token_id=end), write(large, eos_token_id=end))
-    adaptive = write(large, assistant_model=small, num_assistant_tokens_schedule="adaptive")
-    assert torch.equal(adaptive, want)
-    drafter.detach()
-    assert "generate" not in vars(large)
-
-
+@pytest.mark.by_day("how1-categorical")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_k": 6}])
 def test_the_same_uniforms_pick_the_same_tokens(variant, how):
@@ -83,18 +65,7 @@ def test_an_equal_model_never_misses_the_first_token():
         assert len({tuple(accepted) for accepted in stats.rows_accepted}) > 1
 
 
-@pytest.mark.parametrize(
-    ("variant", "rule"), [("one_hot", "block"), ("categorical", "block"), ("categorical", "token")]
-)
-def test_a_row_depends_on_its_seed_and_prompt_alone(variant, rule):
-    large, small = pair(variant)
-    small.attach(large)
-    options = {"do_sample": True, "verification": rule, "assistant_model": small}
-    text = write(large, seed=[3, 4, 5, 6], **options)[:, -14:]
-    assert torch.equal(write(large, (9,), seed=5, **options)[0, -14:], text[2])
-    assert torch.equal(write(large, seed=[3, 4, 5, 6], **options, max_new_tokens=8)[:, -8:], text[:, :8])
-
-
+@pytest.mark.by_day("one_hot-coupled")
 @pytest.mark.parametrize(("variant", "rule"), [("one_hot", "coupled"), ("one_hot", "token"), ("categorical", "block"),
                                                ("categorical", "token"), ("categorical", "coupled")])  # fmt: skip
 def test_sampled_text_follows_the_larger_model(variant, rule):
@@ -127,6 +98,7 @@ def test_backbones_of_different_families():
     assert torch.equal(write(large, assistant_model=small), write(large))
 
 
+@pytest.mark.by_day("one_hot")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 def test_slots_with_a_greedy_wish(variant):
     large = backbone(seed=2).double()
@@ -135,17 +107,3 @@ def test_slots_with_a_greedy_wish(variant):
     assert torch.equal(write(large, assistant_model=small), write(large))
     apart = PTPStudent.from_model(copy.deepcopy(small)).attach(large)
     assert torch.equal(write(large, assistant_model=apart), write(large))
-
-
-def test_what_is_refused():
-    large, small = pair()
-    with pytest.raises(RuntimeError, match="PTPForCausalLM.*assistant_model"):
-        write(large, (5,), assistant_model=small)
-    small.attach(large)
-    for option in ("slot_budget", "best_of"):
-        with pytest.raises(ValueError, match=f"{option}= is for a model that drafts for itself"):
-            write(large, assistant_model=small, **{option: 2})
-    config = copy.deepcopy(large.config)
-    config.vocab_size = 13
-    with pytest.raises(ValueError, match="vocab_size.*PTPForCausalLM.*11"):
-        small.attach(backbone(config))

@@ -130,6 +130,7 @@ def compare(entry: Entry, rows: list[list[int]], asked: dict[str, Any], how: dic
         torch.testing.assert_close(out.scores, steps, atol=5e-4, rtol=1e-3)
 
 
+@pytest.mark.by_day("evabyte-btree", "ptp-categorical")
 @pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)), ids=MODELS)
 def test_one_text(number, name, request):
     model = entry(name)

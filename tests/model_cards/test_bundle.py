@@ -25,6 +25,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.by_day("modeling.evabyte.model", "modeling.ptp.student")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_file_is_there_and_transformers_sees_every_import(entry, tmp_path):
     found, files = made = bundle(entry)

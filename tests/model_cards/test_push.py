@@ -154,6 +154,7 @@ def test_hub_knew_every_request(pushed):
     assert pushed.hub.unknown == []
 
 
+@pytest.mark.nightly
 def test_upload_pipeline_of_xet_clients(tmp_path):
     """Where hf_xet is installed, huggingface_hub uploads in another way; the commits must be the same."""
     pytest.importorskip("hf_xet")

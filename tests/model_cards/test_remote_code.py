@@ -21,6 +21,7 @@ from tokenahead import EagleHead, EvaByteTokenizer, PTPStudent
 MODELS = ("evabyte_ff", "evabyte_btree", "deepseek", "deepseek_llama", "mimo", "ptp_one_hot", "ptp_categorical")
 DRAFTERS = ("heads", "heads_hydra", "eagle", "ptp_student")
 TEXT = "def main("
+pytestmark = pytest.mark.nightly  # by day, test_push.py loads a model by its code where tokenahead cannot be imported
 
 
 def save_models(folder: Path) -> dict:

@@ -99,6 +99,7 @@ LOSSES = [2.0, 1.5, 1.52, 1.0, 1.1]
 ACCEPTED = [0.9, 0.5, 0.6, 0.2, 0.3]
 
 
+@pytest.mark.by_day("0.05-4", "0.6-3")
 @pytest.mark.parametrize(("tolerance", "best"), [(0.0, 4), (0.05, 4), (0.15, 5), (0.6, 3), (1.0, 1)])
 def test_the_best_acceptance_among_backbones_that_are_good_enough(tolerance, best, tmp_path, monkeypatch):
     options = dict(

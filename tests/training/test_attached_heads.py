@@ -28,6 +28,7 @@ def test_a_tokenizer_may_align_the_special_tokens(tmp_path):
     assert heads.backbone.generation_config.pad_token_id == EvaByteTokenizer().pad_token_id
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trl_trains_heads_apart(checkpointing, tmp_path):
     heads = heads_of()
@@ -68,6 +69,7 @@ def test_layer_heads_learn_with_reentrant_checkpoints(tmp_path):
     assert torch.equal(*weights)
 
 
+@pytest.mark.by_day("{'head_type': 'btree', 'rank': 2}")
 @pytest.mark.parametrize("options", [{}, {"head_type": "btree", "rank": 2}, {"unembedding": "shared"}], ids=str)
 def test_float32_heads_on_a_bfloat16_backbone_learn_and_draft(options, tmp_path):
     base = llama().bfloat16()

@@ -14,7 +14,7 @@ from tests.ptp_models import student
 from tests.test_cli import error_of, run
 from tests.training.conftest import small_model
 from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPForCausalLM
-from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.modeling.heads.attached import HeadSession
 from tokenahead.training.completion import complete
 from tokenahead.training.loading import load_model
 from tokenahead.training.requests import GenerateRequest

@@ -32,7 +32,7 @@ def results(found, *names):
 
 def test_a_right_loop():
     """What it does not support is refused, and named; the rest is kept."""
-    found = results(verify(Loop(), samples=400))
+    found = results(verify(Loop(), samples=60))
     refused = {check for check, result in found.items() if result == REFUSED}
     assert BROKEN not in found.values() and all("stop strings" in each or "allowed" in each for each in refused)
     assert len(refused) == 4 and len(found) == 26
@@ -42,6 +42,9 @@ EXACT = [(fault, *each) for fault in ("accepts", "residual is p") for each in PL
 """Drafts are the model's own before the place, so that it is reached in every cycle."""
 
 
+@pytest.mark.by_day(
+    "accepts-1-0", "accepts-3-1", "accepts-6-5", "residual is p-2-1", "residual is p-3-2", "residual is p-6-2"
+)
 @pytest.mark.parametrize(("fault", "drafts", "place"), EXACT)
 def test_a_fault_at_any_place_of_a_block_is_found(fault, drafts, place):
     found = drawn(Loop(fault, drafts, place, by=0.6, exact=True), "sampled, places", samples=100)
@@ -56,12 +59,14 @@ def test_a_fault_behind_drafts_of_a_copy_is_found(fault, drafts, place, by):
     assert drawn(Loop(fault, drafts, place, by=by), "sampled, places", samples=4000).result == BROKEN
 
 
+@pytest.mark.by_day("bonus of q-2", "bonus is the likeliest-1")
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 @pytest.mark.parametrize("fault", ["bonus of q", "bonus is the likeliest"])
 def test_a_bonus_token_of_another_law_is_found(fault, drafts):
     assert drawn(Loop(fault, drafts, by=0.2), "sampled, places", samples=200).result == BROKEN
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("drafts", [1, 3, 6])
 def test_acceptance_that_is_too_high_is_found(drafts):
     assert drawn(Loop("acceptance 5 % too high", drafts, by=0.3), "sampled, places").result == BROKEN
@@ -89,6 +94,16 @@ def test_acceptance_in_float16_shows_in_rare_tokens(monkeypatch):
     assert found.result == BROKEN and found.p_value < ALARM
 
 
+@pytest.mark.by_day(
+    "top_p ignored-sampled, top_p",
+    "top_k ignored-sampled, warped",
+    "temperature ignored-sampled, warped",
+    "typical_p ignored-sampled, other warpers",
+    "repetition_penalty ignored-sampled, processors",
+    "eos_token_id ignored-sampled, eos",
+    "logits_processor ignored-sampled, user's processor",
+    "processors see the prefix-sampled, constraint",
+)
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
@@ -113,6 +128,7 @@ def test_what_is_asked_for_and_ignored_is_found(fault, check):
     assert drawn(Loop(fault), check).result == BROKEN
 
 
+@pytest.mark.by_day("1", "2", "4", "8", "10")
 @pytest.mark.parametrize("seed", range(20))
 def test_right_loops_with_drafts_of_any_length_raise_no_alarm(seed):
     decode = Loop(drafts=1 + seed % 6, by=0.15 + 0.1 * (seed % 5), place=seed % 3, exact=seed % 2 == 0)
@@ -126,8 +142,8 @@ def test_nineteen_of_twenty_errors_of_the_size_that_is_stated_are_found():
     """The error that 500 texts of 9 tokens find, and none of a right loop."""
     words = drawn(plain, samples=500).words
     error = float(re.search(r"from ([\d.]+)% on", words)[1]) / 100
-    found = [drawn(Tilted(error), samples=500, seed=seed).result for seed in range(10)]
-    assert found.count(BROKEN) >= 8  # 9.5 in the mean; 7 or fewer come once in 90
+    found = [drawn(Tilted(error), samples=500, seed=seed).result for seed in range(4)]
+    assert found.count(BROKEN) >= 3  # 3.8 in the mean; 2 or fewer come once in 70
     assert drawn(Tilted(0.0)).result == KEPT
 
 
@@ -145,6 +161,7 @@ BROKEN_THERE = {"transformers: prompt lookup": ["stop strings"]}
 """What other loops break (docs/upstream.md)."""
 
 
+@pytest.mark.by_day("heads")
 @pytest.mark.parametrize("name", DECODERS)
 def test_right_loops_raise_no_alarm(name):
     """What loops of others do not support is refused; ours keep everything."""

@@ -22,6 +22,7 @@ def arguments(folder, **changes):
     return TrainingArguments(str(folder), **(options | changes))
 
 
+@pytest.mark.by_day("qwen2-MTPTrainer")
 @pytest.mark.parametrize("kind", [Trainer, MTPTrainer])
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_training_the_modules_alone(kind, name, tmp_path):
@@ -42,6 +43,7 @@ def test_training_the_modules_alone(kind, name, tmp_path):
         model.train_only("heads")
 
 
+@pytest.mark.nightly
 @pytest.mark.core_cases("deepseek_v3")
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_resuming_in_the_middle_gives_the_same_model(name, tmp_path):
@@ -57,6 +59,7 @@ def test_resuming_in_the_middle_gives_the_same_model(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["deepseek_v3", "exaone_moe"])
 def test_resuming_from_several_files_gives_the_same_model(name, tmp_path, monkeypatch):
     save = DeepSeekMTP.save_pretrained
@@ -90,6 +93,7 @@ def test_experts_are_balanced_as_the_main_model_does(name):
     assert without.aux_loss is None
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("packing", [False, True])
 def test_trl(packing, tmp_path):
     from datasets import Dataset
@@ -122,6 +126,7 @@ def test_a_state_of_its_own_names_is_loaded_as_usual():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
+@pytest.mark.by_day("targets0")
 @pytest.mark.parametrize("targets", [["q_proj", "eh_proj"], ["lm_head", "o_proj"]])
 def test_adapters_on_main_model_and_modules(targets, tmp_path):
     base, ids = family_model("llama"), random_ids(1, 10)

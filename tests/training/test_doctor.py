@@ -170,6 +170,9 @@ def test_a_right_head(learned):
     assert found.accepted.decoded[0] > 0.6 and len(found.accepted.fresh) == len(found.accepted.decoded)
 
 
+@pytest.mark.by_day(
+    "ff, shared", "hydra", "eagle-1", "draft vocabulary", "p-eagle", "dflash 2", "dspark", "modules", "slots"
+)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_drafters_raise_no_alarm(name):
     """They learned a little, in every convention that a config can state."""
@@ -295,6 +298,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.by_day("theta", "epsilon", "head_dim", "inputs")
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_cause_is_named_and_no_other(copied, name):
     planted, check, words = CAUSES[name]
@@ -323,6 +327,7 @@ def hurt(tmp_path):
     return change
 
 
+@pytest.mark.by_day("change")
 @pytest.mark.parametrize("tensors", [None, exchanged("fc.weight")])
 def test_halves_of_fc(hurt, tensors):
     found = hurt(EagleHead.from_backbone(coder("llama"), version=1), 60, tensors=tensors, kind="eagle")
@@ -333,6 +338,7 @@ def permuted(name, order):
     return lambda state: state | {name: torch.cat([state[name].chunk(len(order))[index] for index in order])}
 
 
+@pytest.mark.by_day("head.weight-options0-order3", "head.maps-options1-order1", "head.leaf.weight-options2-order2")
 @pytest.mark.parametrize("order", [None, [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0]])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -348,6 +354,7 @@ def test_the_order_of_heads(hurt, name, options, order):
     assert faults(found) == (["depth"] if order else [])
 
 
+@pytest.mark.by_day("fields1-row")
 @pytest.mark.parametrize(("fields", "check"), [(None, None), ({"sample_from_anchor": False, "block_size": 5}, "row")])
 def test_rows_of_a_block(hurt, fields, check):
     options = {"law": "independent", "layers": 1, "block_size": 4, "feature_layers": [0, 1]}

@@ -27,6 +27,7 @@ def trainer_of(model, folder, settings=None, **options):
     return MTPDPOTrainer(model, copy.deepcopy(model), config, **given, **options)
 
 
+@pytest.mark.by_day("evabyte")
 @pytest.mark.core_cases("evabyte")
 @pytest.mark.parametrize(
     "make", [tiny_model, lambda: family_model("llama", vocab_size=320)], ids=["evabyte", "modules"]
@@ -39,6 +40,7 @@ def test_preferences_and_drafter_learn_together(make, tmp_path):
     assert entries[-1]["rewards/margins"] > 0.1 and entries[-1]["drafter_loss"] < entries[0]["drafter_loss"] - 0.1
 
 
+@pytest.mark.nightly
 def test_log_probs_of_the_reference_may_be_computed_before(tmp_path):
     logs = []
     for settings in ({}, {"precompute_ref_log_probs": True}):
@@ -48,6 +50,7 @@ def test_log_probs_of_the_reference_may_be_computed_before(tmp_path):
     assert logs[1] == pytest.approx(logs[0], abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_without_the_term_the_drafter_stays_behind(tmp_path):
     model = tiny_model()
     own, drafts = model.lm_head.weight.detach().clone(), model.draft_heads.weight.detach().clone()

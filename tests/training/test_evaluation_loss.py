@@ -56,6 +56,9 @@ def batch_of(rows):
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+@pytest.mark.by_day(
+    "evabyte, circuit", "modules, divided as in the paper", "heads apart, other weights", "block drafter"
+)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_evaluation_loss_is_that_of_one_batch_whatever_the_batch_size(make, tmp_path):
     model, rows = make(), ragged_rows()
@@ -84,6 +87,9 @@ def test_data_without_targets_have_no_loss(tmp_path):
     assert np.isnan(trainer_for(small_model(), tmp_path, rows).evaluate()["eval_loss"])
 
 
+@pytest.mark.by_day(
+    "evabyte-MTPTrainer", "modules-MTPTrainer", "block drafter-Trainer", "heads apart that attend-MTPTrainer"
+)
 @pytest.mark.parametrize("kind", [Trainer, MTPTrainer])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_metrics_see_the_logits_of_every_position(make, kind, tmp_path):
@@ -119,6 +125,7 @@ def test_what_a_model_of_modules_returns_is_no_part_of_its_folder(tmp_path):
     assert "mtp_logits" in model.config.keys_to_ignore_at_inference
 
 
+@pytest.mark.by_day("evabyte, circuit and backbone", "modules", "block drafter")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_both_trainers_take_the_same_step(make, tmp_path):
     """One batch per update: `Trainer` counts the targets of the first depth only."""

@@ -36,6 +36,7 @@ def trainer(model, folder, **fields):
     return trainer_for(model, folder / "out", ROWS, strategy=TrainingStrategy(**fields), **options)
 
 
+@pytest.mark.by_day("the same pattern")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -52,6 +53,7 @@ def test_adapters_that_are_there_go_on(fields, adapted, tmp_path):
     assert moved == {name for name in before if "lora_" in name}
 
 
+@pytest.mark.nightly
 def test_new_adapters_learn_and_are_saved_where_transformers_refuses_the_installed_peft(tmp_path, monkeypatch):
     plain = trainer(MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3), tmp_path, train="lora")
     plain.train()
@@ -72,6 +74,7 @@ def test_new_adapters_learn_and_are_saved_where_transformers_refuses_the_install
         trainer(MTPHeads.from_backbone(backbone, window=3), tmp_path, train="lora").train()
 
 
+@pytest.mark.by_day("lora_rank-8-3")
 @pytest.mark.parametrize(
     ("field", "value", "there"),
     [

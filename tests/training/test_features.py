@@ -18,7 +18,7 @@ from tests.training.test_evaluation_loss import llama
 from tokenahead import BlockDrafter, EagleHead, MTPHeads
 from tokenahead.modeling.block import losses as block_losses
 from tokenahead.modeling.common import teacher as heads_teacher
-from tokenahead.modeling.eagle import terms as eagle_terms
+from tokenahead.modeling.eagle import losses as eagle_losses
 from tokenahead.training import cache_features
 from tokenahead.training.features import FeatureDataset
 from tokenahead.training.parts import part_files
@@ -78,7 +78,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         if cached:
             trainer.data_collator = data.collate
             drafter.backbone.forward = None  # is not called
-            for module in (heads_teacher, eagle_terms, block_losses):  # nor the unembedding of all tokens
+            for module in (heads_teacher, eagle_losses, block_losses):  # nor the unembedding of all tokens
                 monkeypatch.setattr(module, "logit_summaries", None)
         found.append(losses(trainer))
     assert found[0] == pytest.approx(found[1], rel=2e-5)

@@ -44,6 +44,7 @@ def train(kind, method, folder, adapt=lambda model: model):
     return model
 
 
+@pytest.mark.by_day("heads-sft", "ptp-grpo")
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 @pytest.mark.parametrize("kind", ["heads", "ptp"])
 def test_what_cannot_learn_is_refused_by_name(kind, method, tmp_path):
@@ -61,6 +62,7 @@ def with_adapters(model):
     return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
+@pytest.mark.by_day("plain")
 @pytest.mark.parametrize("adapt", [lambda model: model, with_adapters], ids=["plain", "peft"])
 def test_modules_that_do_not_learn_are_said_once(adapt, tmp_path, caplog):
     logging.Logger.warning_once.cache_clear()

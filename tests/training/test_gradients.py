@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.plain_losses import DRAFTERS, OBJECTIVES, check, exact_norms, gradients
 from tokenahead.modeling.common import chunks
-from tokenahead.modeling.eagle import steps
+from tokenahead.modeling.eagle import losses as eagle_losses
 from tokenahead.training.batches import Collator, JoinedCollator
 
 joined = JoinedCollator(Collator())
@@ -24,6 +24,8 @@ CASES = [
     if objective != "labels" or not {"eagle", "hass"} & {*drafter.split()}
     if "block" not in objective or drafter != "eagle 1"
 ]
+BY_DAY = [f"{drafter}-{objective}" for drafter, objective in [*CASES[::3], ("cp", "tv"), ("modules", "cross_entropy")]]
+"""Every drafter, and every objective."""
 
 
 def rows(vocab_size: int = 24) -> list[dict[str, torch.Tensor]]:
@@ -76,8 +78,8 @@ def exact_and_cut(patch: pytest.MonkeyPatch) -> None:
     """Exact norms; several chunks and blocks."""
     exact_norms(patch)
     patch.setattr(chunks, "LOGITS_PER_CHUNK", 7 * 2 * 3 * 24)
-    patch.setattr(steps, "LOGITS_PER_CHUNK", 7 * 24)
-    patch.setattr(steps, "BLOCK", 5)
+    patch.setattr(eagle_losses, "LOGITS_PER_CHUNK", 7 * 24)
+    patch.setattr(eagle_losses, "BLOCK", 5)
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +87,13 @@ def _exact_and_cut(monkeypatch):
     exact_and_cut(monkeypatch)
 
 
+@pytest.mark.by_day(*BY_DAY)
 @pytest.mark.parametrize("name, objective", CASES)
 def test_losses_and_gradients_are_those_of_the_definition(name, objective):
     compare(name, objective, torch.float64, bound_of(name))
 
 
+@pytest.mark.by_day("ff-cross_entropy", "half of eagle 3-kl and labels", "modules-cross_entropy")
 @pytest.mark.parametrize("objective", ["cross_entropy", "kl and labels"])
 @pytest.mark.parametrize("name", ["ff", "layer", "joint", "half of eagle 3", "hass", "modules"])
 def test_gradients_are_the_definition_s_in_float32(name, objective):
@@ -132,5 +136,6 @@ def in_one_of_two(rank: int, file: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_two_processes_have_the_gradients_of_the_definition(tmp_path):
     torch.multiprocessing.spawn(in_one_of_two, [str(tmp_path / "store")], nprocs=2)

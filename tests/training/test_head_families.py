@@ -10,6 +10,7 @@ from tests.training.conftest import ragged_rows, trainer_for
 from tokenahead import MTPHeads
 
 
+@pytest.mark.by_day("hydra++")
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++", "layer"])
 def test_accumulation_is_exact_and_the_backbone_stays(kind, tmp_path):
     base, rows, found = backbone(), ragged_rows(), []

@@ -8,6 +8,7 @@ from tests.every_model import llama
 from tests.families import family_model
 from tests.training.conftest import small_model
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.tensors import masks as masks_module
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training.batches import Collator, JoinedCollator
@@ -127,7 +128,7 @@ def test_joined_rows_teach_what_padded_ones_do(name, dtype, bound):
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_takes_documents_one_by_one_and_short_ones_together(window, monkeypatch):
     lengths, calls = (70, 3, 5, 100, 20, 50, 1, 90), []
-    real = masks_module.sdpa_attention_forward
+    real = cache_module.sdpa_attention_forward
 
     def counted(module, query, *rest, **kwargs):
         calls.append(query.shape[2])
@@ -144,8 +145,8 @@ def test_attention_takes_documents_one_by_one_and_short_ones_together(window, mo
         model = AutoModelForCausalLM.from_config(config)
     model, documents = model.double().eval(), [torch.randint(5, 64, (1, length)) for length in lengths]
     expected = torch.cat([model(each, use_cache=False).logits for each in documents], 1)
-    monkeypatch.setattr(masks_module, "sdpa_attention_forward", counted)
-    AttentionInterface.register("sdpa", masks_module.grouped_attention)  # bundled code may have registered its own
+    monkeypatch.setattr(cache_module, "sdpa_attention_forward", counted)
+    AttentionInterface.register("sdpa", cache_module.grouped_attention)  # bundled code may have registered its own
     AttentionMaskInterface.register("sdpa", masks_module.mask_by_documents)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     found = model(torch.cat(documents, 1), position_ids=positions, use_cache=False).logits

@@ -46,6 +46,7 @@ def made(kind, folder, **options):
     return trainer_class(*given, train_dataset=data, processing_class=EvaByteTokenizer() if sft or dpo else None)
 
 
+@pytest.mark.by_day("heads-torch_compile", "slots, TRL-liger")
 @pytest.mark.filterwarnings("ignore:.*use_liger_kernel")
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -44,6 +44,7 @@ def uninterrupted(tmp_path_factory):
     return weights(trainer)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_whole_one", [False, True])
 def test_a_kill_within_a_save_costs_the_steps_since_the_last_whole_one(has_whole_one, tmp_path, uninterrupted):
     earlier = tmp_path / "earlier"
@@ -69,6 +70,7 @@ def test_a_kill_within_a_save_costs_the_steps_since_the_last_whole_one(has_whole
     assert passed_over >= 3
 
 
+@pytest.mark.by_day("model.safetensors")
 @pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "trainer_state.json"])
 def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over(name, tmp_path, uninterrupted):
     trainer = made(tmp_path)

@@ -59,6 +59,7 @@ def rollout(model, drafter, count=4, **options):
     return out.sequences, sum(accepted) / len(accepted)
 
 
+@pytest.mark.by_day("heads")
 @pytest.mark.parametrize("kind", ["heads", "contexts", "eagle"])
 def test_a_static_drafter_falls_behind_a_policy_that_moves_and_one_that_learns_does_not(kind):
     model = policy()
@@ -77,6 +78,7 @@ def test_a_static_drafter_falls_behind_a_policy_that_moves_and_one_that_learns_d
     assert len(online.curve) == 24 and sum(entry["accepted"] for entry in online.curve[-8:]) > 8 * 0.3
 
 
+@pytest.mark.by_day("eagle")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_texts_follow_the_policy_while_the_drafter_learns(kind):
     model = policy()
@@ -136,6 +138,7 @@ def check_equal(one, other):
         assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.by_day("eagle-dtype0")
 @pytest.mark.parametrize(("kind", "dtype"), [("eagle", torch.float32), ("heads", torch.bfloat16)])
 def test_a_resumed_run_goes_on_with_the_same_drafter_and_buffer(kind, dtype, tmp_path):
     whole = run(tmp_path, kind, dtype=dtype)
@@ -162,6 +165,7 @@ run(sys.argv[1], stop=Killed())
 """
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path):
     Program("-c", SCRIPT, tmp_path).ended(code=-signal.SIGKILL)
     assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
@@ -241,6 +245,7 @@ save_file({name: tensor.clone() for name, tensor in drafter.state_dict().items()
 """
 
 
+@pytest.mark.nightly
 def test_two_processes_have_one_drafter_and_learn_from_both_rollouts(tmp_path):
     started = [Program("-c", PROCESS, tmp_path, str(rank), "2") for rank in range(2)]
     for program in started:

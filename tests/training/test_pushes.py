@@ -56,6 +56,7 @@ def write(folder, *names):
         (folder / name).write_text("{}")
 
 
+@pytest.mark.by_day("checkpoint")
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
 def test_a_second_training_pushes_no_rollouts_of_the_first(tmp_path, uploads, strategy):
     trainer = trained(tmp_path, hub_strategy=strategy)
@@ -91,6 +92,7 @@ PLANTED = ("id_rsa", "notes.json", "train.py", ".env", "env", "secret.safetensor
            "private/config.json", "private/model.safetensors", "backbone/id_rsa", "data.jsonl")  # fmt: skip
 
 
+@pytest.mark.by_day("all_checkpoints")
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_what_else_lies_in_a_run_is_not_pushed(strategy, tmp_path, uploads):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

@@ -95,6 +95,7 @@ def check_equal_logs(one, other):
         torch.testing.assert_close(row["gradients"], same["gradients"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.by_day("rloo-online")
 @pytest.mark.parametrize("drafter", ["ngrams", "suffix", "heads", "cascade", "online", "eagle"])
 @pytest.mark.parametrize("method", TRAINERS)
 def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter, tmp_path):
@@ -104,6 +105,7 @@ def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter,
     check_equal_logs(log, plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("adapt", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("drafter", ["ngrams", "suffix", "heads", "cascade", "eagle"])
 def test_a_policy_in_float32_under_the_trainers_own_autocast(drafter, adapt, tmp_path):
@@ -127,6 +129,7 @@ class Told(NgramDrafter):
         return super().start(options)
 
 
+@pytest.mark.by_day("given1-1")
 @pytest.mark.parametrize(("given", "wanted"), [({}, 3), ({"num_assistant_tokens": 1}, 1)])
 def test_the_trainers_config_says_how_many_tokens_are_drafted(given, wanted, tmp_path, monkeypatch):
     monkeypatch.setitem(DRAFTERS, "told", lambda model: Told(longest=1, num_tokens=3))
@@ -153,6 +156,7 @@ class Draws(TrainerCallback):
         self.drawn = torch.cat([out.sequences[:, 3:] for out in drawn])
 
 
+@pytest.mark.by_day("eagle")
 @pytest.mark.parametrize("drafter", ["eagle", "online", "cascade"])
 def test_texts_in_the_middle_of_the_training_follow_the_policy(drafter, tmp_path):
     draws, start = Draws(), llama(num_hidden_layers=2)
@@ -163,6 +167,7 @@ def test_texts_in_the_middle_of_the_training_follow_the_policy(drafter, tmp_path
     assert continuation_p_value(draws.drawn, exact) > 1e-3
 
 
+@pytest.mark.by_day("cascade-iterations")
 @pytest.mark.parametrize(
     "options",
     [{}, {"adapt": True}, {"gradient_checkpointing": True}, {"num_iterations": 2}],

@@ -63,6 +63,7 @@ def main(folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("train", ["drafter", "all"])
 def test_counts_are_exact_and_losses_float32(train, found):
     step = found[train]

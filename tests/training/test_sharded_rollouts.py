@@ -6,6 +6,7 @@ import pytest
 
 from tests.programs import ROOT, Program
 
+pytestmark = pytest.mark.nightly
 SCRIPT = """
 import json, os, sys
 from pathlib import Path

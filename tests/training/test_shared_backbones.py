@@ -46,6 +46,7 @@ def _written(folder, name, rank):
     return *json.loads((folder / f"{name}-{rank}.json").read_text()), load_file(folder / f"{name}.safetensors")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", shared_client.NAMES)
 def test_two_processes_do_what_one_does(name, folder, alone):
     history, texts, weights = alone(name.split()[1])
@@ -59,6 +60,7 @@ def test_two_processes_do_what_one_does(name, folder, alone):
         assert all((learned[key] - weights[key]).abs().max() <= limit for key in weights)
 
 
+@pytest.mark.nightly
 def test_no_process_loads_all_layers(folder):
     layers = LlamaForCausalLM.from_pretrained(folder / "backbone").model.layers
     whole = sum(each.numel() for each in layers.parameters())

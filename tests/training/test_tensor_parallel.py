@@ -5,7 +5,6 @@ A group of one process that pretends to be two (torch's "fake" backend) divides 
 
 import pytest
 import torch
-from tokenahead.training.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -20,6 +19,7 @@ from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPFo
 from tokenahead.generation.tensors.shared_models import LayerDivision
 from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, MuToRTrainer, TrainingStrategy, cache_features, regenerate
+from tokenahead.training.parts import Processes
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of ways to load that transformers takes away
 IDS = torch.arange(70, 80)[None]
@@ -66,6 +66,7 @@ def settings(folder):
     return TrainingArguments(folder, report_to="none", use_cpu=True, max_steps=1)
 
 
+@pytest.mark.by_day("hmm", "eagle3_part", "student")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_drafter_is_made_and_drafts(name, divided):
     drafter = FAMILIES[name](divided)

@@ -85,6 +85,7 @@ def test_heads_learn_while_backbone_and_target_stay_bit_equal(tmp_path):
     assert (moved > 0.9).all()
 
 
+@pytest.mark.by_day("2-4")
 @pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (2, 4), (1, 8)])
 def test_log_has_plain_means_per_head_whatever_the_accumulation(tmp_path, size, accumulation):
     model, rows = small_model(), ragged_rows()
@@ -147,6 +148,7 @@ def test_heads_apart_from_their_backbone_learn_and_the_backbone_does_not(tmp_pat
     assert "use_cache" not in heads.config.to_dict()
 
 
+@pytest.mark.nightly
 def test_accumulation_is_exact_for_heads_apart(tmp_path):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
     base = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2)).eval()

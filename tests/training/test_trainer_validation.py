@@ -29,6 +29,7 @@ def text():
     return Dataset.from_dict({"text": ["def f(x):\n    return x\n"] * 4})
 
 
+@pytest.mark.by_day("plain model-MTPTrainer", "path-MTPSFTTrainer")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("make", "message"),

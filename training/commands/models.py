@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
 from ..utils import needs_extra
 from .data import load_data
-from .settings import APART, DrafterArguments, Settings, filled
+from .settings import KINDS, ApartArguments, DrafterArguments, Settings, filled
 
 with needs_extra("train", "tokenahead train"):
     from datasets import Dataset
@@ -56,6 +56,8 @@ with needs_extra("train", "tokenahead train"):
     from trl.trainer.utils import get_quantization_config
 
 _PROMPT_TOKENS = 32
+_OF_STORED = {"aux_layers", "feature_layers", "sample_from_anchor", "block_size", "ignore_fields"}
+"""Options of a drafter that exists."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,19 @@ def build(settings: Settings) -> Trainee:
             "them into it, and name the merged one"
         )
     model = settings.model
-    options: Kwargs = {"revision": model.model_revision, "dtype": model.dtype or "float32"}
-    if model.attn_implementation is not None:
-        options["attn_implementation"] = model.attn_implementation
-    if settings.training.trust_remote_code:
-        options["trust_remote_code"] = True
+    options: Kwargs = {
+        "revision": model.model_revision,
+        "dtype": model.dtype or "float32",
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": settings.training.trust_remote_code or None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
     if quantization := get_quantization_config(model):
         options |= {"quantization_config": quantization, "device_map": {"": settings.training.device}}
     with_modules = arguments.kind in ("own", "modules")
     load = partial(load_backbone, option="model_name_or_path", of_drafters="drafter", with_modules=with_modules)
     prepares = arguments.regenerate or (arguments.features and not arguments.features_engine)  # on whole backbones
-    is_divided = arguments.is_apart and arguments.training_strategy().shard_backbone and not prepares
+    is_divided = isinstance(arguments, ApartArguments) and arguments.training_strategy().shard_backbone and not prepares
     backbone = load_sharded(source, load, **options) if is_divided else load(source, **options)
     tokenizer = _tokenizer(source, backbone)
     try:
@@ -126,31 +130,28 @@ def learning_parts(model: Any) -> list[torch.nn.Module]:
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(source))
+        return AutoTokenizer.from_pretrained(tokenizer_source(source))
     except (OSError, ValueError) as error:
         if not isinstance(backbone, EvaByteForMTPC):
-            raise ValueError(
-                f"model_name_or_path={source} has no tokenizer that can be read: save the model's there ({error})"
-            ) from error
-        tokenizer = EvaByteTokenizer()  # bytes are bytes, also where a directory has none
-    size = backbone.config.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        raise ValueError(
-            f"the tokenizer of {source} has {len(tokenizer)} tokens, the model {size}: resize its embeddings first"
-        )
-    return tokenizer
+            raise ValueError(f"model_name_or_path={source} has no tokenizer that can be read: {error}") from error
+        return EvaByteTokenizer()  # bytes are bytes, also where a directory has none
 
 
-def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
+def _drafter(arguments: DrafterArguments, backbone: Any) -> Any:
     """Return the model to train."""
     options = _drafter_options(arguments)
     if arguments.source is not None:
-        return _stored(arguments, arguments.source, backbone)
-    if arguments.kind == "own" or isinstance(backbone, DeepSeekMTP):
-        return _own(backbone, options)
-    if is_parallel(backbone):
-        raise ValueError(f"drafter={arguments.drafter!r}: a PTPForCausalLM is trained as it is; set drafter to 'own'")
-    return DRAFTERS[arguments.kind].from_backbone(backbone, **options)
+        return _stored(arguments, arguments.source, backbone, options)
+    is_own = arguments.kind == "own" or isinstance(backbone, DeepSeekMTP)
+    if is_own and not isinstance(backbone, MTPGenerationMixin):
+        raise ValueError(f"drafter: {type(backbone).__name__} has none of its own; choose of {', '.join(KINDS)}")
+    if not is_own:
+        return DRAFTERS[arguments.kind].from_backbone(backbone, **options)
+    if options and backbone.head_config is None:
+        raise ValueError(f"drafter_options={options}: the {type(backbone).__name__} exists already; leave them out")
+    if options:
+        untyped(backbone).set_head(**options)
+    return backbone
 
 
 def _drafter_options(arguments: DrafterArguments) -> Kwargs:
@@ -162,33 +163,17 @@ def _drafter_options(arguments: DrafterArguments) -> Kwargs:
     return options
 
 
-def _own(model: Any, options: Kwargs) -> Any:
-    if not isinstance(model, MTPGenerationMixin):
+def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel, options: Kwargs) -> Any:
+    kind = None if arguments.kind == "auto" else arguments.kind
+    if odd := options.keys() - _OF_STORED:
         raise ValueError(
-            f"{type(model).__name__} has no drafter of its own: set drafter: heads, eagle, modules or parallel"
+            f"drafter_options: {odd.pop()} is for a new drafter, and {name} exists already: leave one of them out, or "
+            f"choose of {', '.join(sorted(_OF_STORED))}, where its config.json does not name them"
         )
-    if options and model.head_config is not None:
-        untyped(model).set_head(**options)
-    elif options:
-        raise ValueError(f"drafter_options={options}: the {type(model).__name__} exists already; leave them out")
-    return model
-
-
-def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel) -> PreTrainedModel:
-    options = _drafter_options(arguments)
-    taken = {"eagle": {"aux_layers"}, "block": {"feature_layers", "sample_from_anchor", "block_size"}}
-    taken["auto"] = set().union(*taken.values())
-    if options.keys() - taken.get(arguments.kind, set()) - {"ignore_fields"}:
+    drafter = load_drafter(name, backbone, "drafter", kind, **options)
+    if not drafter.is_apart or is_parallel(drafter):
         raise ValueError(
-            f"drafter_options are for a new drafter, and {name} exists already: leave one of them out (an EAGLE head "
-            "takes aux_layers, and a block drafter feature_layers, where its config.json does not name them; all take "
-            "ignore_fields)"
-        )
-    drafter = load_drafter(name, backbone, "drafter", None if arguments.kind == "auto" else arguments.kind, **options)
-    if not issubclass(type(drafter), tuple(DRAFTERS[kind] for kind in APART)):
-        kinds = ", ".join(APART)
-        raise ValueError(
-            f"drafter={arguments.drafter!r} holds {with_article(type(drafter).__name__)}: choose of {kinds}"
+            f"drafter={arguments.drafter!r} holds {with_article(type(drafter).__name__)}: it is no drafter apart"
         )
     return drafter
 
@@ -257,21 +242,6 @@ def _is_same(name: str | None, other: str | Path | None) -> bool:
     return name is not None and other is not None and Path(name).resolve() == Path(other).resolve()
 
 
-def check_features(settings: Settings, model: PreTrainedModel) -> None:
-    """Refuse a run that has no states to store, before anything is written."""
-    directory = settings.drafter.features
-    if directory is None:
-        return
-    if not model.is_apart or settings.drafter.training_strategy().train != "drafter":
-        raise ValueError(
-            f"features={directory} holds the states of a frozen backbone: leave it out, or train a drafter "
-            "apart from it, with strategy: {train: drafter}"
-        )
-    streams = {"dataset_streaming": settings.data.dataset_streaming, "streaming": settings.mixture.streaming}
-    for name in (name for name, value in streams.items() if value):
-        raise ValueError(f"features={directory} holds all rows at once, and a stream has no end: set {name}: false")
-
-
 def draft_frequent_tokens(trainer: Trainer, trainee: Trainee, settings: Settings) -> None:
     """Let a new drafter with `draft_vocab_size`, but no `draft_ids`, draft the most frequent tokens of what is scored.
 
@@ -302,8 +272,10 @@ def draft_frequent_tokens(trainer: Trainer, trainee: Trainee, settings: Settings
 def store_features(trainer: Trainer, settings: Settings) -> None:
     """Write the states that the drafter learns from, or the missing ones, and replace the data with them."""
     directory, rows = settings.drafter.features, trainer.train_dataset
-    if directory is None or not isinstance(rows, Dataset):
+    if directory is None:
         return
+    if not isinstance(rows, Dataset):
+        raise ValueError(f"features={directory} holds all rows at once, and a stream has no end: set streaming: false")
     data = _Collated(rows, trainer.data_collator)
     drafter, engine = untyped(trainer.model), settings.drafter.options("features_engine")
     folder = engine.pop("folder", None)
@@ -354,17 +326,14 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     Raises:
         ValueError: No directory, a stream, or a directory of other completions.
     """
-    section = settings.drafter.regenerate
-    if section is None:
-        return settings
     options = settings.drafter.options("regenerate")
+    if not options:
+        return settings
     directory, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
-    if not (directory and isinstance(directory, str) and isinstance(count, int) and count >= 1):
-        raise ValueError(f"regenerate={section} needs folder=, and prompt_tokens of at least 1")
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     rows = load_data(settings, False, vocab_size)["train"]
-    if not isinstance(rows, Dataset):
-        raise ValueError(f"regenerate={section} takes all rows: set dataset_streaming: false")
+    if not isinstance(directory, str) or not isinstance(rows, Dataset):
+        raise ValueError(f"regenerate={settings.drafter.regenerate} needs folder=, and all rows: no stream")
     column = settings.training.dataset_text_field
     prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
     engine = options.pop("engine", "transformers")
@@ -377,14 +346,11 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
 def _endpoint(engine: Any, tokenizer: PreTrainedTokenizerBase | None = None, vocab_size: int | None = None) -> Endpoint:
     """Return the server of `engine`: its address, or fields of `Endpoint`."""
     given: Kwargs = engine if isinstance(engine, dict) else {"url": engine}
-    names = [each.name for each in fields(Endpoint) if each.init and each.name != "tokenizer"]
-    if not {"url"} <= given.keys() <= {*names}:
-        raise ValueError(
-            f"engine={engine!r} must be 'transformers', the address of a server, as http://host:8000/v1, or fields of "
-            f"Endpoint: {', '.join(names)}"
-        )
     options: Kwargs = {"vocab_size": vocab_size, "tokenizer": tokenizer} | given
-    return Endpoint(**options)
+    try:
+        return Endpoint(**options)
+    except TypeError as error:
+        raise ValueError(f"engine={engine!r}: {error}") from None
 
 
 def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:

@@ -8,10 +8,9 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from ..trainer_base import check_kernels
-from .models import Trainee, build, check_features, draft_frequent_tokens, store_features, with_own_text
-from .run_directory import remove_empty_dir
+from .models import Trainee, build, draft_frequent_tokens, store_features, with_own_text
 from .settings import Settings, read_settings
-from .train import leave_processes, make_trainer
+from .train import leave_processes, make_trainer, remove_empty_dir
 
 
 def write_answers(argv: Sequence[str]) -> int:
@@ -25,7 +24,6 @@ def write_answers(argv: Sequence[str]) -> int:
 def write_states(argv: Sequence[str]) -> int:
     """Run `tokenahead features`; return 0 when the states of all rows are stored."""
     settings, trainee = _begun("features", argv)
-    check_features(settings, trainee.model)
     with remove_empty_dir(settings.output):
         trainer = make_trainer(with_own_text(settings, trainee), trainee)
         draft_frequent_tokens(trainer, trainee, settings)

@@ -1,12 +1,17 @@
-"""Settings of a run, from a YAML file and flags, in the words of TRL. Knows no model and reads no data."""
+"""Settings of a run, from a YAML file and flags, in the words of TRL: each kind of drafter has a config of its own.
+
+Knows no model and reads no data.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from math import inf
+from fnmatch import fnmatch
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -27,25 +32,25 @@ with needs_extra("train", "tokenahead train"):
 
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
-APART = ("heads", "eagle", "block")
-"""Drafters that are apart from their backbone, in separate directories."""
-_KINDS = ("own", *APART, "modules", "parallel")
-_NODES = 100_000  # values of a file, written out
-_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "features_engine", "acceptance")
+_SECTIONS = {"drafter_options", "loss_options", "strategy", "regenerate", "features_engine", "acceptance"}
 
 
 @dataclass
 class DrafterArguments:
-    """The trained drafter of the model of `model_name_or_path`; fields have a help text."""
+    """What every kind of drafter has; fields have a help text."""
 
     _argument_group_name: ClassVar[str] = _GROUP
+    absent: ClassVar[tuple[str, ...]] = ()
+    """Patterns of settings of TRL that make no sense for this kind."""
+    features: ClassVar[Any] = None
+    features_engine: ClassVar[Any] = None
 
     drafter: str = option(
         "own",
         help="own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any "
         "other causal language model: heads (MTPHeads), eagle (EagleHead), block (BlockDrafter), modules "
         "(DeepSeekMTP), parallel (PTP). heads:SOURCE, eagle:SOURCE, block:SOURCE or auto:SOURCE: one to continue from, "
-        "in a directory or on the Hub, in any layout.",
+        "in a directory or on the Hub, in any layout. Each kind has its own settings: --drafter KIND --help.",
     )
     drafter_options: dict | str | None = option(
         None,
@@ -55,21 +60,13 @@ class DrafterArguments:
     loss_options: dict | str | None = option(
         None, help="Options of the drafter's loss (fields of its loss_options; of PTPOptions); JSON."
     )
-    strategy: dict | str | None = option(None, help="Fields of TrainingStrategy; JSON.")
+    strategy: dict | str | None = option(
+        None, help="Fields of TrainingStrategy (of a student: shard_backbone alone); JSON."
+    )
     regenerate: dict | str | None = option(
         None,
         help="Learn from the backbone's completions of the beginnings of the data: folder, prompt_tokens, and options "
         "of training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
-    )
-    features: str | None = option(
-        None,
-        help="Directory for the frozen backbone's states, for drafters apart from it: every epoch then needs no "
-        "forward of it, and a further run reads them.",
-    )
-    features_engine: dict | str | None = option(
-        None,
-        help="A vLLM server that gives these states (docs/scale.md): url, folder, where its files are found here, and "
-        "fields of Endpoint; JSON. None: the backbone of the run.",
     )
     acceptance: dict | str | None = option(None, help="Options of AcceptanceCallback, JSON; false leaves it out.")
     early_stopping_patience: int | None = option(
@@ -77,21 +74,10 @@ class DrafterArguments:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.features_engine, str) and "://" in self.features_engine.partition("{")[0]:
-            self.features_engine = {"url": self.features_engine}  # without a folder
-        for name in _SECTIONS:
-            setattr(self, name, _section(name, vars(self)[name]))
-        kinds = _KINDS if self.source is None else ("auto", *APART)
-        if self.kind not in kinds or self.source == "":
-            raise ValueError(
-                f"drafter={self.drafter!r}: choose of {', '.join(_KINDS)}; to continue from a drafter, of "
-                f"{', '.join(f'{kind}:SOURCE' for kind in ('auto', *APART))}"
-            )
-        if self.features_engine is not None and not (self.features and self.options("features_engine").get("folder")):
-            raise ValueError(
-                f"features_engine={self.features_engine} needs folder, where the server's files are found here, and "
-                "features, the directory that stores their states"
-            )
+        for name in _SECTIONS & vars(self).keys():
+            if isinstance(value := vars(self)[name], str):
+                setattr(self, name, _mapping(name, value))
+        self.training_strategy()
 
     @property
     def kind(self) -> str:
@@ -103,36 +89,64 @@ class DrafterArguments:
         """Directory, or name on the Hub, of the drafter that the training begins with; None: a new one."""
         return self.drafter.partition(":")[2] if ":" in self.drafter else None
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether the drafter is apart from its backbone."""
-        return self.kind in ("auto", *APART)
-
     def options(self, section: str) -> Kwargs:
-        """Return a copy of the options of a section; empty where it is not set."""
-        return dict(vars(self)[section] or {})
+        """Return a copy of the options of a section; empty where it is not set, or where this kind has none."""
+        return dict(vars(self).get(section) or {})
 
     def training_strategy(self) -> TrainingStrategy:
         """Return the strategy, checked."""
         return filled("strategy", self.options("strategy"), TrainingStrategy)
 
 
-def _section(name: str, value: object) -> object:
-    """Return the mapping of a section, from JSON where a flag gave it."""
-    value = _from_json(value)
-    if isinstance(value, dict) or value is None or (value is False and name == "acceptance"):
-        return _from_json(value)
-    raise ValueError(f"{name}={value!r} must be a mapping, or JSON that holds one")
+@dataclass
+class OwnedArguments(DrafterArguments):
+    """A drafter that is part of its model: adapters of PEFT may teach both."""
+
+    absent = ("load_in_4bit", "load_in_8bit")
 
 
-def _from_json(value: object) -> object:
-    """Return what a text holds as JSON, if it does: YAML 1.1 takes 1e-4 for text."""
-    if isinstance(value, dict):
-        return {key: _from_json(each) for key, each in value.items()}
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
+@dataclass
+class ApartArguments(DrafterArguments):
+    """A drafter apart from its backbone, which may be quantised, and whose states may be stored."""
+
+    absent = ("use_peft", "lora_*")
+
+    features: str | None = option(
+        None,
+        help="Directory for the frozen backbone's states: every epoch then needs no forward of it, and a further run "
+        "reads them.",
+    )
+    features_engine: dict | str | None = option(
+        None,
+        help="A vLLM server that gives these states (docs/scale.md): url, folder, where its files are found here, and "
+        "fields of Endpoint; JSON. None: the backbone of the run.",
+    )
+
+
+KINDS: dict[str, type[DrafterArguments]] = {
+    **dict.fromkeys(("own", "modules", "parallel"), OwnedArguments),
+    **dict.fromkeys(("heads", "eagle", "block", "auto"), ApartArguments),
+}
+"""The config of each kind of drafter; those apart from their backbone can be continued from, as KIND:SOURCE."""
+
+
+def _config_of(drafter: str) -> type[DrafterArguments]:
+    kind, colon, source = drafter.partition(":")
+    config = KINDS.get(kind)
+    may_have_source = config is ApartArguments
+    if config is None or (colon and not (source and may_have_source)) or (kind == "auto" and not source):
+        apart = ", ".join(f"{name}:SOURCE" for name, each in KINDS.items() if each is ApartArguments)
+        new = ", ".join(name for name in KINDS if name != "auto")
+        raise ValueError(f"drafter={drafter!r}: choose of {new}; to continue from a drafter, of {apart}")
+    return config
+
+
+def _mapping(name: str, text: str) -> Any:
+    with suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict) or (value is False and name == "acceptance"):
+            return value
+    raise ValueError(f"{name}={text!r} must be a mapping, or JSON that holds one")
 
 
 @dataclass
@@ -163,16 +177,12 @@ class TrainConfig(SFTConfig):
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
-        if self.gradient_accumulation_steps < 1:
-            raise ValueError(f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at least 1")
-        if self.drop_longer and self.max_length is None:
-            raise ValueError("drop_longer=True needs max_length, beyond which rows are left out")
         super().__post_init__()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of a run, with the file and the flags as the user wrote them (`given`).
+    """All settings of a run, with the names of those that the user gave.
 
     `adapters` is the directory of adapters of PEFT that are put on the backbone.
     """
@@ -182,35 +192,33 @@ class Settings:
     training: TrainConfig
     model: ModelConfig
     drafter: DrafterArguments
-    given: Kwargs
+    names: frozenset[str] = frozenset()
     adapters: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings that would be ignored."""
-        model, drafter = self.model, self.drafter
-        of_drafter = (
-            f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone"
-        )
-        hint = "leave use_peft out, and set strategy: {train: lora}"
-        instead = hint if drafter.kind == "heads" else "leave it out: this drafter learns on a frozen backbone"
-        name, alone = self.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
-        is_apart = drafter.is_apart and drafter.options("strategy").get("train", "drafter") == "drafter"
-        frozen = "a quantised backbone does not learn; choose drafter: heads, eagle or block, or leave it out"
+        """Refuse settings of different configs that do not go together."""
+        model, drafter, name = self.model, self.drafter, self.data.dataset_name
+        learns = drafter.options("strategy").get("train", "drafter") != "drafter"
+        features, frozen = drafter.features, "a backbone that does not learn: set strategy: {train: drafter}"
+        server = drafter.options("features_engine")
+        alone = f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides then what learns; leave one out"
+        lora = sorted(each for each in self.names if each.startswith("lora_"))
+        sizes = {"tokens_per_batch", "per_device_train_batch_size"}
         refuse(
             [
                 (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
-                (model.load_in_4bit and not is_apart, f"load_in_4bit=True: {frozen}"),
-                (model.load_in_8bit and not is_apart, f"load_in_8bit=True: {frozen}"),
-                (model.use_peft and drafter.is_apart, f"{of_drafter}; {instead}"),
-                (model.use_peft and drafter.strategy, f"{alone} then what learns; leave strategy out, or {hint}"),
+                (model.load_in_4bit and learns, f"load_in_4bit=True is for {frozen}"),
+                (model.load_in_8bit and learns, f"load_in_8bit=True is for {frozen}"),
+                (features and learns, f"features={features} holds states of {frozen}"),
+                (model.use_peft and drafter.strategy, alone),
+                (lora and not model.use_peft, f"{', '.join(lora)}: options of use_peft=True; set it, or strategy:"),
+                (sizes <= self.names, f"{' and '.join(sorted(sizes))}: two sizes of one batch; leave one of them out"),
+                (
+                    server and not (server.get("folder") and features),
+                    f"features_engine={server} needs folder and features",
+                ),
             ]
         )
-        defaults = {entry.name: entry.default for entry in fields(model)}
-        for name, value in vars(model).items():
-            if name.startswith("lora_") and not model.use_peft and value != defaults[name]:
-                raise ValueError(
-                    f"{name}={value!r} is an option of use_peft=True; set it, or the fields of strategy: instead"
-                )
 
     @property
     def output(self) -> Path:
@@ -220,17 +228,9 @@ class Settings:
     @property
     def tokens_per_batch(self) -> int | None:
         """The budget of tokens: none where the user gives a number of rows, also transformers' own."""
-        budget, name = self.training.tokens_per_batch, "per_device_train_batch_size"
-        flags = {flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in self.given["flags"]}
-        if name not in flags | set(self.given.get("file") or ()):
-            return budget
-        if budget:
-            rows = self.training.per_device_train_batch_size
-            raise ValueError(f"tokens_per_batch={budget}: {name}={rows} is a number of rows; leave one of them out")
-        return 0
-
-
-_CLASSES: Any = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
+        budget = self.training.tokens_per_batch
+        has_rows = "per_device_train_batch_size" in self.names
+        return 0 if budget is None and has_rows else budget
 
 
 class _Parser(TrlParser):
@@ -247,8 +247,9 @@ class _Parser(TrlParser):
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Set defaults, with the types that the flags of these names have; return those that no flag has."""
         hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
-        known = {name: self._typed(name, value, hints[name]) for name, value in kwargs.items() if name in hints}
-        return super().set_defaults_with_config(**kwargs | known)
+        known = {entry.name for kind in self.dataclass_types for entry in fields(kind)} & kwargs.keys()
+        typed = {name: self._typed(name, kwargs[name], hints[name]) for name in known}
+        return super().set_defaults_with_config(**kwargs | typed)
 
     def _typed(self, name: str, value: object, hint: object) -> object:
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -276,14 +277,7 @@ def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML takes the last in silence, and aliases that make much out of little."""
-
-    def get_single_node(self) -> yaml.Node | None:
-        """Return the root of a document that is of bounded size, written out."""
-        root = super().get_single_node()
-        if root is not None and _written_out(root, {}) > _NODES:
-            raise yaml.YAMLError(f"its aliases stand for more than {_NODES} values: write them out")
-        return root
+    """Refuses keys that stand twice, of which YAML takes the last in silence; 1e-4 is a number, as in JSON."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping of a node."""
@@ -293,21 +287,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _written_out(node: yaml.Node, known: dict[int, float]) -> float:
-    """Return how many values a node stands for, infinitely many where it holds itself; `known` ones by their nodes."""
-    if id(node) not in known:
-        known[id(node)] = inf
-        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-        parts = [each for pair in parts for each in (pair if isinstance(pair, tuple) else (pair,))]
-        known[id(node)] = 1 + sum(_written_out(each, known) for each in parts)
-    return known[id(node)]
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+)
 
 
-def _read_yaml(file: str) -> Any:
+def _read_yaml(file: str) -> dict[str, Any]:
     try:
-        return yaml.load(Path(file).read_bytes(), _Loader)
-    except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
-        raise ValueError(f"{file}: a setting holds what its field cannot: {error}") from error
+        values = yaml.load(Path(file).read_bytes(), _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} must hold a YAML mapping")
+    return values
 
 
 def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
@@ -319,21 +311,30 @@ def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
 
     Raises:
         ValueError: A file that is no YAML mapping, an unknown key or flag, a value that does not fit its field, or
-            settings that would be ignored.
+            settings that do not go together.
         OSError: No such file.
         SystemExit: After `--help`.
     """
     flags, usage = list(argv), f"tokenahead {command} [CONFIG.yaml] [--FIELD VALUE ...]"
-    given: Kwargs = {"flags": list(argv)}
-    if flags and not flags[0].startswith("-"):
-        flags = ["--config", *flags]
-    parser = _Parser(_CLASSES, prog=f"tokenahead {command}", usage=usage, allow_abbrev=False)
+    values = _read_yaml(flags.pop(0)) if flags and not flags[0].startswith("-") else {}
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--drafter", default=str(values.get("drafter", "own")))
+    drafter = first.parse_known_args(flags)[0].drafter
+    config = _config_of(drafter)
+    words = (flag.partition("=")[0] for flag in flags if flag.startswith("--"))
+    names = frozenset({word.removeprefix("--").replace("-", "_") for word in words} | {*values})
+    kinds: Any = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, config)
+    parser = _Parser(kinds, prog=f"tokenahead {command}", usage=usage, allow_abbrev=False)
     try:
-        if "--config" in flags[:-1]:  # before TRL reads it, which takes any
-            given["file"] = _read_yaml(flags[flags.index("--config") + 1])
-        *parts, rest = parser.parse_args_and_config(flags, return_remaining_strings=True)
-    except (TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
+        unknown = parser.set_defaults_with_config(**values)
+        *parts, rest = parser.parse_args_into_dataclasses(flags, True, look_for_args_file=False)
+    except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
-    if rest:
-        raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead {command} --help")
-    return Settings(*parts, given=given)
+    unknown += [*rest, *sorted(name for name in names for each in config.absent if fnmatch(name, each))]
+    if unknown:
+        own = ", ".join(entry.name for entry in fields(config))
+        raise ValueError(
+            f"there is no setting {unknown[0]} for drafter={drafter}, which has {own}, and those of TRL that "
+            f"tokenahead {command} --help lists"
+        )
+    return Settings(*parts, names=names)

@@ -1,10 +1,16 @@
-"""`tokenahead train`: from settings to a trained model in a run directory; the steps are defined elsewhere."""
+"""`tokenahead train`: from settings to a trained model in a run directory, with the facts, the settings and the log."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -12,24 +18,30 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
+    TrainingArguments,
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from ... import __version__
 from ...generation.tensors.tensor_files import Fields
+from ...modeling.heads.joint import BACKBONE
 from ..acceptance_callback import AcceptanceCallback
-from ..checkpoints import best_or_last, is_finished
+from ..checkpoints import best_or_last, fault_of, is_finished, last_whole_checkpoint
+from ..loading import has_adapters, holds_model
 from ..parts import of_first
+from ..results import environment
 from ..trainer_base import BaseTrainer, check_kernels, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
-from ..utils import needs_extra, replace_file
+from ..utils import check_same, needs_extra, replace_file
 from .data import load_data
 from .models import (
     Trainee,
     build,
-    check_features,
     draft_frequent_tokens,
     is_parallel,
     learning_parts,
@@ -39,20 +51,22 @@ from .models import (
     with_moved_backbone,
     with_own_text,
 )
-from .run_directory import (
-    METRICS,
-    RunWriter,
-    check_nothing_is_lost,
-    check_output,
-    checkpoint_to_resume,
-    remove_empty_dir,
-    write_run,
-)
 from .settings import Settings, read_settings
 
 with needs_extra("train", "tokenahead train"):
+    import yaml
     from jinja2 import TemplateError
     from trl.trainer.utils import get_peft_config
+
+RUN = "run.json"
+"""Versions, seeds, state of git, machine, facts of the model."""
+CONFIG = "config.yaml"
+"""The settings that the user gave, in the file and by flags, to run them again."""
+METRICS = "metrics.json"
+"""Every entry of the log."""
+_OF_NO_CONSEQUENCE = {"output_dir", "resume_from_checkpoint", "logging_dir", "run_name"}
+_SECRET = re.compile(r".*(token|api.?key)")  # of names
+_PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "trl")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,44 +92,39 @@ def leave_processes() -> None:
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
     """Train with settings, write model, log and the facts of the run to `output_dir`, and return the trainer."""
-    directory = settings.output
-    check_output(directory, settings)
+    check_output(settings)
     set_seed(settings.training.seed)
-    with remove_empty_dir(directory):
-        return _train(directory, settings, callbacks)
+    with remove_empty_dir(settings.output):
+        return _train(settings, callbacks)
 
 
-def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer:
+def _train(requested: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer:
+    directory, training = requested.output, requested.training
+    # settings that need no data are checked before the backbone writes any
+    check_kernels(training)
+    acceptance, own = _callbacks(requested)
     settings = with_moved_backbone(requested)
     trainee = build(settings)
     note_backbone(trainee, requested, settings)
-    facts = facts_of(trainee, settings)
-    resumed = of_first(lambda: checkpoint_to_resume(directory, settings.training.resume_from_checkpoint))
+    resumed = of_first(lambda: checkpoint_to_resume(directory, training.resume_from_checkpoint))
     if resumed is None:
         check_nothing_is_lost(directory, requested)
-    # settings that need no data are checked before the backbone writes any
-    check_kernels(settings.training)
-    settings.drafter.training_strategy()
-    check_features(settings, trainee.model)
-    _callbacks(settings)
+    writer = RunWriter(requested, facts_of(trainee, settings))
     settings = with_own_text(settings, trainee)
-    trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(directory, requested, facts)])
-    for callback in trainer.callback_handler.callbacks:  # acceptance alone would choose the worst backbone
-        if isinstance(callback, AcceptanceCallback):
-            callback.metric_names(trainer)
+    trainer = make_trainer(settings, trainee, [*own, *callbacks, writer])
+    acceptance.metric_names(trainer)  # acceptance alone would choose the worst backbone
     draft_frequent_tokens(trainer, trainee, settings)
-    pushes = settings.training.push_to_hub
+    pushes = training.push_to_hub
     if pushes:  # a value that no card may show is refused before the first step
         trainer.create_model_card(dataset=_data_names(requested))
     try:
-        if is_finished(resumed, settings.training.max_steps):
+        if is_finished(resumed, training.max_steps):
             _take_over(trainer, str(resumed))
-            if trainer.is_world_process_zero():
-                write_run(directory, requested, facts)
+            writer.on_step_begin(training, trainer.state, trainer.control)
         else:
             store_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
-        settings.training.push_to_hub = False  # the push comes once, at the end
+        training.push_to_hub = False  # the push comes once, at the end
         is_cast = not (trainer.is_fsdp_enabled or settings.model.use_peft)  # adapters are saved in float32
         for part in learning_parts(trainee.model) if is_cast else []:
             part.to(trainee.backbone.dtype)
@@ -145,28 +154,26 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> BaseTrainer:
-    """Return the trainer of a run, with its data and callbacks."""
-    training = settings.training
-    with_evaluation = training.eval_strategy != "no"
-    vocab_size = trainee.backbone.config.get_text_config().vocab_size
-    data = load_data(settings, with_evaluation, vocab_size)
+    """Return the trainer of a run, with its data."""
+    drafter, training = settings.drafter, settings.training
+    data = load_data(settings, training.eval_strategy != "no", trainee.backbone.config.get_text_config().vocab_size)
     options: Fields = {
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),
         "processing_class": trainee.tokenizer,
-        "callbacks": [*_callbacks(settings), *callbacks],
+        "callbacks": [*callbacks],
         "tokens_per_batch": settings.tokens_per_batch,
         "peft_config": get_peft_config(settings.model),
     }
     if is_parallel(trainee.model):
-        strategy = settings.drafter.options("strategy")
-        options["shard_backbone"] = settings.drafter.training_strategy().shard_backbone
-        if strategy.keys() - {"shard_backbone"}:
+        strategy = drafter.options("strategy")
+        trainer_class, options["options"] = PTPSFTTrainer, ptp_options(drafter)
+        options["shard_backbone"] = strategy.pop("shard_backbone", False)
+        if strategy:
             raise ValueError(f"strategy={strategy}: a PTPForCausalLM has loss_options and shard_backbone alone")
-        trainer_class, options["options"] = PTPSFTTrainer, ptp_options(settings.drafter)
     else:
         trainer_class = MTPSFTTrainer
-        options["strategy"] = None if settings.model.use_peft else settings.drafter.training_strategy()
+        options["strategy"] = None if settings.model.use_peft else drafter.training_strategy()
     try:
         return trainer_class(trainee.model, training, **options)
     except (TypeError, KeyError, AttributeError, TemplateError) as error:  # of a row that TRL cannot prepare
@@ -176,18 +183,17 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         ) from error
 
 
-def _callbacks(settings: Settings) -> list[TrainerCallback]:
+def _callbacks(settings: Settings) -> tuple[AcceptanceCallback, list[TrainerCallback]]:
+    """Return what measures acceptance, and the callbacks of the run."""
     chosen: list[TrainerCallback] = []
-    drafter, with_evaluation = settings.drafter, settings.training.eval_strategy != "no"
+    drafter, patience = settings.drafter, settings.drafter.early_stopping_patience
     try:
         acceptance = AcceptanceCallback(**drafter.options("acceptance"))
-    except TypeError as error:  # a misspelt option is refused even without evaluation
+    except TypeError as error:
         raise ValueError(f"acceptance: {error}") from None
-    if with_evaluation and drafter.acceptance is not False:
+    if settings.training.eval_strategy != "no" and drafter.acceptance is not False:
         chosen.append(acceptance)
-    if drafter.early_stopping_patience is not None:
-        chosen.append(EarlyStoppingCallback(drafter.early_stopping_patience))
-    return chosen
+    return acceptance, chosen if patience is None else [*chosen, EarlyStoppingCallback(patience)]
 
 
 def facts_of(trainee: Trainee, settings: Settings) -> Fields:
@@ -203,3 +209,106 @@ def facts_of(trainee: Trainee, settings: Settings) -> Fields:
         "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
         "parameters": model.num_parameters(),
     }
+
+
+class RunWriter(TrainerCallback):
+    """Writes `run.json` and `config.yaml` when the first step of a run begins, so that a refused run leaves nothing."""
+
+    def __init__(self, settings: Settings, facts: Fields) -> None:
+        self.settings, self.facts, self.is_written = settings, facts, False
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Write once, in the first process."""
+        if state.is_world_process_zero and not self.is_written:
+            run = {
+                "versions": {"tokenahead": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
+                "git": _git_state(),
+                "seeds": {"seed": args.seed, "data_seed": args.data_seed},
+                "machine": environment() | {"device": str(args.device)},
+                "processes": args.world_size,
+                "model": self.facts,
+            }
+            directory = self.settings.output
+            text = json.dumps(run, indent=1, ensure_ascii=False, default=str)
+            replace_file(directory / RUN, text + "\n")
+            replace_file(directory / CONFIG, yaml.safe_dump(_given(self.settings), sort_keys=False))
+        self.is_written = True
+
+
+def _git_state() -> dict[str, str | bool] | None:
+    """Return the commit of the working directory, and whether files differ from it; None where there is no git."""
+    outputs = []
+    for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        outputs.append(done.stdout.strip())
+    return {"commit": outputs[0], "is_changed": bool(outputs[1])}
+
+
+def _given(settings: Settings) -> Fields:
+    """Return the settings that the user gave, as YAML can hold them, without access tokens and keys of servers."""
+    values: Fields = {}
+    for part in (settings.data, settings.mixture, settings.model, settings.drafter, settings.training):
+        values |= vars(part)
+    values = {name: values[name] for name in settings.names if name in values}
+    text = json.dumps(values, default=lambda each: vars(each) if is_dataclass(each) else str(each))
+    return _without_secrets(json.loads(text))
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_secrets(each) for name, each in value.items() if not _SECRET.fullmatch(name)}
+    return [*map(_without_secrets, value)] if isinstance(value, list) else value
+
+
+@contextmanager
+def remove_empty_dir(directory: Path) -> Iterator[None]:
+    """Remove the directory that a trainer makes, where nothing is then written to it."""
+    existed = directory.exists()
+    try:
+        yield
+    finally:
+        if not existed:
+            with suppress(OSError):  # it is not empty, or was never made
+                directory.rmdir()
+
+
+def check_output(settings: Settings) -> None:
+    """Refuse to overwrite the model, or the drafter, that the training begins with."""
+    directory = settings.output
+    for source in (settings.model.model_name_or_path, settings.drafter.source):
+        if source and Path(source).resolve() in (directory.resolve(), (directory / BACKBONE).resolve()):
+            raise ValueError(f"output_dir={directory} would be written over {source}: choose another directory")
+
+
+def check_nothing_is_lost(directory: Path, settings: Settings) -> None:
+    """Refuse to overwrite a model that a run with other settings wrote."""
+    if not (holds_model(directory) or has_adapters(directory)):
+        return
+    if not (directory / CONFIG).is_file():
+        raise ValueError(f"output_dir={directory} holds a model that no run wrote: choose another directory")
+    earlier = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
+    both = ({name: part[name] for name in {*part} - _OF_NO_CONSEQUENCE} for part in (earlier, _given(settings)))
+    check_same(f"output_dir={directory}", *both)
+
+
+def checkpoint_to_resume(directory: Path, option: str | None) -> str | None:
+    """Return the checkpoint that a run continues from (`resume_from_checkpoint`)."""
+    if option is None or str(option).lower() in ("false", "none"):
+        if directory.is_dir() and (last := get_last_checkpoint(str(directory))):
+            raise ValueError(
+                f"output_dir={directory} holds {Path(last).name} of an earlier run: continue from it with "
+                "--resume_from_checkpoint true, or choose another directory"
+            )
+        return None
+    if str(option).lower() == "true":
+        return last_whole_checkpoint(directory)
+    if not Path(option).is_dir():
+        raise FileNotFoundError(f"resume_from_checkpoint={option}: no such directory")
+    if fault := fault_of(Path(option)):
+        raise ValueError(f"resume_from_checkpoint={option}: {fault}; choose another checkpoint, or true for the last")
+    return option

@@ -27,8 +27,8 @@ from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import BlockDrafter, EagleHead, MTPHeads
 from ...modeling.common.drafter_configs import layer_fields
 from ...modeling.eagle.conversion import default_aux_layers, resolved_aux_layers
-from ...modeling.heads.blocks import Repeated
 from ...modeling.heads.losses import IGNORE
+from ...modeling.heads.medusa import Repeated
 from ..evaluation.drafts import Batch, drafted_probs
 from ..evaluation.expected import ExpectedCalls
 

@@ -16,7 +16,7 @@ from ...configuration.fields import check_values
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.registers import RegisterModel
 from ..batches import Inputs
-from .completions import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
+from .forwards import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
 from .trainer import UpdateTrainer, next_tokens
 
 

@@ -21,11 +21,9 @@ from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, at_rest
 from ..trainer_base import BaseTrainer, check_depths, check_ids
-from .completions import Sequences
-from .forwards import Teacher
+from .forwards import Sequences, Teacher
 from .losses import PTPOptions
-from .readers import MaskReader, SlotReader
-from .tasks import Task, TaskMaker
+from .tasks import MaskReader, SlotReader, Task, TaskMaker
 
 TASK = "ptp_task"
 """The key of a batch under which its task is stored."""

@@ -1,16 +1,11 @@
 """Drafts of EAGLE heads in the loop: lossless with any draft, and made from true features alone."""
 
-import itertools
-
 import pytest
 import torch
-from transformers import MistralConfig, Qwen3Config
 
-from tests.assisted import assisted_generate
 from tests.eagle_models import tiny_backbone
 from tests.models import left_padded
 from tokenahead import EagleHead
-from tokenahead.generation.trees.growth import tree_options
 from tokenahead.modeling.eagle.session import EagleSession
 
 GREEDY = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
@@ -41,36 +36,6 @@ def trained_pair(request):
     return trained_head(request.param)
 
 
-@pytest.mark.parametrize("name", ["static"])
-def test_greedy_text_is_the_backbones_own(trained_pair, name):
-    head, prompts = trained_pair
-    expected = [head.backbone.generate(prompt[None], **GREEDY)[0, len(prompt) :] for prompt in prompts]
-    options = GREEDY | DRAFTS[name] | {"assistant_model": head, "return_dict_in_generate": True}
-    seen = set()
-    for prompt, text in zip(prompts, expected):
-        out = head.backbone.generate(prompt[None], **options)
-        assert torch.equal(out.sequences[0, len(prompt) :], text)
-        seen |= set(out.speculation.accepted)
-    assert seen == set(range(max(seen) + 1)) and max(seen) >= 2
-    batch = left_padded(prompts)
-    out = head.backbone.generate(**batch, **options)
-    assert torch.equal(out.sequences[:, batch["input_ids"].shape[1] :], torch.stack(expected))
-    assert out.speculation.backbone_calls < 30
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [(Qwen3Config, dict(head_dim=8)), (MistralConfig, dict(sliding_window=6))],
-    ids=["qwen3", "sliding window"],
-)
-def test_other_families_too(family, changes):
-    head, prompts = trained_head(3, family, **changes)
-    batch = left_padded(prompts)
-    expected = head.backbone.generate(**batch, **GREEDY)
-    for drafting in DRAFTS.values():
-        assert torch.equal(head.backbone.generate(**batch, assistant_model=head, **GREEDY, **drafting), expected)
-
-
 class _Watched(EagleSession):
     """Compares what it goes on from with the head run afresh over every row's own text."""
 
@@ -91,6 +56,7 @@ class _Watched(EagleSession):
         return tree
 
 
+@pytest.mark.by_day("1-tree", "3-static")
 @pytest.mark.parametrize("name", DRAFTS)
 def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypatch):
     head, prompts = trained_pair
@@ -105,38 +71,7 @@ def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypa
     head.backbone.generate(**batch, assistant_model=head, **GREEDY, **DRAFTS[name])
 
 
-@pytest.mark.parametrize("name", ["static"])
-def test_sampled_text_has_the_backbones_distribution(trained_pair, name):
-    head, prompts = trained_pair
-    backbone, prompt, count, warp = head.backbone, prompts[0], 1500, dict(top_k=3, temperature=1.3, top_p=1.0)
-    distribution = {}
-    for first, p in _next(backbone, prompt, ()):
-        distribution |= {(first, second): p * q for second, q in _next(backbone, prompt, (first,))}
-    torch.manual_seed(5)
-    for rule in ("block", "token"):
-        out = backbone.generate(
-            prompt.expand(count, -1),
-            assistant_model=head,
-            do_sample=True,
-            max_new_tokens=4,
-            pad_token_id=0,
-            verification=rule,
-            **warp,
-            **DRAFTS[name],
-        )
-        seen = [tuple(row) for row in out[:, len(prompt) : len(prompt) + 2].tolist()]
-        assert set(seen) <= set(distribution)
-        square = sum((seen.count(path) - count * p) ** 2 / (count * p) for path, p in distribution.items())
-        assert square < len(distribution) - 1 + 5 * (2 * (len(distribution) - 1)) ** 0.5
-
-
-@torch.no_grad()
-def _next(backbone, prompt, path):
-    scores = backbone(torch.cat([prompt, torch.tensor(path, dtype=torch.long)])[None]).logits[0, -1].double() / 1.3
-    top = scores.topk(3)
-    return list(zip(top.indices.tolist(), top.values.softmax(-1).tolist()))
-
-
+@pytest.mark.by_day("3")
 @pytest.mark.core
 @pytest.mark.parametrize("version", [1, 3])
 def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary(version):
@@ -167,15 +102,7 @@ def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocab
                 torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
 
 
-@pytest.mark.core_cases("1")
-def test_transformers_own_assisted_loop_takes_its_chains(trained_pair):
-    head, prompts = trained_pair
-    backbone, prompt = head.backbone, prompts[1][None]
-    expected = backbone.generate(prompt, **GREEDY)
-    got = assisted_generate(backbone, prompt, head, num_assistant_tokens=4, **GREEDY)
-    assert torch.equal(got, expected)
-
-
+@pytest.mark.by_day("3")
 def test_it_drafts_less_where_less_pays_and_none_at_the_end(trained_pair):
     head, prompts = trained_pair
     batch = left_padded(prompts)
@@ -193,18 +120,8 @@ def test_it_drafts_less_where_less_pays_and_none_at_the_end(trained_pair):
         assert torch.equal(short, expected[:, : batch["input_ids"].shape[1] + length])
 
 
-def test_a_conversation_goes_on_with_its_cache(trained_pair):
-    head, prompts = trained_pair
-    options = GREEDY | {"max_new_tokens": 8}
-    first = head.backbone.generate(prompts[0][None], assistant_model=head, return_dict_in_generate=True, **options)
-    longer = torch.cat([first.sequences, prompts[1][None]], dim=1)
-    again = head.backbone.generate(longer, assistant_model=head, past_key_values=first.past_key_values, **options)
-    assert torch.equal(again, head.backbone.generate(longer, **options))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_trees_are_checked_at_the_door():
+    for given, message in [
         ("wide", "draft_tree=.*'wide'.*top_k.*total_tokens"),
         ({"width": 3}, "depth"),
         ({"depth": 2, "choices": [(0,)]}, "or of choices alone"),
@@ -213,16 +130,7 @@ def test_a_conversation_goes_on_with_its_cache(trained_pair):
         ({"top_k": 0}, "top_k=.*0.*draft_tree"),
         ({"total_tokens": 1}, "total_tokens=.*1.*draft_tree"),
         ({"top_k": 2.5}, "top_k=.*2.5.*draft_tree"),
-    ],
-    ids=str,
-)
-def test_trees_are_checked_at_the_door(given, message):
-    head = EagleHead.from_backbone(tiny_backbone())
-    with pytest.raises(ValueError, match=message):
-        head.backbone.generate(torch.tensor([[3, 4]]), assistant_model=head, draft_tree=given, max_new_tokens=3)
-
-
-def test_a_tree_is_completed():
-    assert tree_options({"depth": 3}) == ({"depth": 3, "top_k": 10, "total_tokens": 60}, 4)
-    for count in itertools.islice(itertools.count(1), 3):
-        assert tree_options([[0] * length for length in range(1, count + 1)])[1] == count
+    ]:
+        head = EagleHead.from_backbone(tiny_backbone())
+        with pytest.raises(ValueError, match=message):
+            head.backbone.generate(torch.tensor([[3, 4]]), assistant_model=head, draft_tree=given, max_new_tokens=3)

@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.backbones import backbone, code, code_prompts, learn
-from tests.models import left_padded, tiny_model
+from tests.models import left_padded
 from tokenahead import AssistantDrafter
 
 
@@ -18,6 +18,7 @@ def drafts(base, drafter):
     return out.speculation.rows_drafts
 
 
+@pytest.mark.by_day("gemma3")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3", "gemma3"])
 def test_greedy_text_is_the_same_before_and_after_saving(name, tmp_path):
     base = learn(backbone(name), code(), steps=30)
@@ -49,12 +50,7 @@ def test_tuning_leaves_the_backbone(tmp_path):
     assert drafts(base, drafter)
 
 
-@pytest.mark.parametrize("layers", [0, 2, True, 1.5])
-def test_layers_that_are_not_there(layers):
-    with pytest.raises(ValueError, match="layers="):
-        AssistantDrafter.from_backbone(backbone("llama"), layers=layers)
-
-
-def test_a_model_with_its_own_cache_is_refused():
-    with pytest.raises(ValueError, match="EvaByteForMTPC"):
-        AssistantDrafter.from_backbone(tiny_model(), layers=1)
+def test_layers_that_are_not_there():
+    for layers in [0, 2, True, 1.5]:
+        with pytest.raises(ValueError, match="layers="):
+            AssistantDrafter.from_backbone(backbone("llama"), layers=layers)

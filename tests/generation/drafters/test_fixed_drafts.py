@@ -132,6 +132,7 @@ def fake(monkeypatch, request):
     monkeypatch.setitem(graphs_module.GRAPHS, "cpu", request.param)
 
 
+@pytest.mark.by_day("suffixes and EAGLE", "recycled")
 @pytest.mark.parametrize("name", LOOK_UPS)
 def test_look_ups_on_a_static_cache_are_those_on_a_cache_that_grows(name):
     make, options = LOOK_UPS[name]
@@ -144,6 +145,9 @@ def test_look_ups_on_a_static_cache_are_those_on_a_cache_that_grows(name):
         assert found[0] == found[1] and sum(map(sum, found[0][1][1]))
 
 
+@pytest.mark.by_day(
+    "greedy-EAGLE-3 grown", "sampled-EAGLE-1 chain", "greedy-modules", "sampled-layers, ranked", "greedy-Hydra++"
+)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
 def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling):
@@ -154,6 +158,14 @@ def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling
         assert decoded(drafter, batch, **call, **STATIC)[0] == decoded(drafter, batch, **call)[0]
 
 
+@pytest.mark.by_day(
+    "sampled-EAGLE-3 ranked",
+    "sampled-modules, grown",
+    "greedy-P-EAGLE",
+    "sampled-context",
+    "greedy-lookahead",
+    "sampled-slots",
+)
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
 def test_cycles_repeat_themselves_and_a_second_call_records_nothing(name, sampling, monkeypatch):
@@ -176,6 +188,7 @@ ON_DEVICE = dict(
 ASKED = {"greedy": {"do_sample": False, "repetition_penalty": 1.2}, "sampled": {"do_sample": True} | ON_DEVICE}
 
 
+@pytest.mark.by_day("greedy-EAGLE-3 grown", "sampled-n-grams, branches")
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("asked", ASKED)
 def test_ends_and_processors_are_on_the_device(name, asked, monkeypatch):
@@ -197,6 +210,7 @@ def nothing(ids, scores):
     return scores
 
 
+@pytest.mark.by_day("FakeGraph-EAGLE-1 grown")
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_host_may_stand_between_draft_and_verification(name, fake):
     make, options = RECORDED[name]
@@ -207,6 +221,7 @@ def test_the_host_may_stand_between_draft_and_verification(name, fake):
     assert graphs.replayed["forward"] > 2 and graphs.reasons == {"cycle": "nothing, which the host calls"}
 
 
+@pytest.mark.by_day("n-grams, branches", "slots")
 @pytest.mark.parametrize(
     "name", ["n-grams", "n-grams, branches", "suffixes", "recycled", "lookahead", "EAGLE-1 chain", "slots"]
 )
@@ -231,6 +246,7 @@ def test_sampled_texts_of_recorded_cycles_have_the_distribution_of_the_model(nam
     assert is_drawn.any(-1).all() and chi_square(cells.flatten(), torch.full((8,), 1 / 8)) > 1e-4
 
 
+@pytest.mark.by_day("BlindGraph-categorical-options1")
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "verification": "coupled", "seed": 3}])
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 def test_slots_in_fixed_shapes_write_the_same_text(variant, options, fake):
@@ -241,22 +257,23 @@ def test_slots_in_fixed_shapes_write_the_same_text(variant, options, fake):
         assert text == decoded(drafter, batch, max_new_tokens=20, **options)[0][0] and graphs.replayed["cycle"] > 2
 
 
-@pytest.mark.parametrize("name", ["EAGLE-1 chain", "layers", "modules", "slots"])
-def test_numbers_of_a_drafter_that_are_none_leave_the_text_alone(name):
-    make, options = RECORDED[name]
-    drafter, batch = copy.deepcopy(make()), left_padded(prompts(3, VOCABULARY))
-    if not isinstance(drafter, WITHIN):
-        drafter.attach(model_of())
-    call = options | {"max_new_tokens": 12, "do_sample": False}
-    text = decoded(drafter, batch, **call)[0][0]
-    words = "mtp.", "lora_", "uniform_embedding"
-    for part, parameter in drafter.named_parameters():
-        if not isinstance(drafter, WITHIN) or any(word in part for word in words):
-            parameter.data.fill_(float("nan"))
-    for _ in range(2):  # nothing of the first call is left in the buffers
-        assert decoded(drafter, batch, **call, **STATIC)[0][0] == text
+def test_numbers_of_a_drafter_that_are_none_leave_the_text_alone():
+    for name in ["EAGLE-1 chain", "layers", "modules", "slots"]:
+        make, options = RECORDED[name]
+        drafter, batch = copy.deepcopy(make()), left_padded(prompts(3, VOCABULARY))
+        if not isinstance(drafter, WITHIN):
+            drafter.attach(model_of())
+        call = options | {"max_new_tokens": 12, "do_sample": False}
+        text = decoded(drafter, batch, **call)[0][0]
+        words = "mtp.", "lora_", "uniform_embedding"
+        for part, parameter in drafter.named_parameters():
+            if not isinstance(drafter, WITHIN) or any(word in part for word in words):
+                parameter.data.fill_(float("nan"))
+        for _ in range(2):  # nothing of the first call is left in the buffers
+            assert decoded(drafter, batch, **call, **STATIC)[0][0] == text
 
 
+@pytest.mark.by_day("FakeGraph")
 def test_a_recording_drafts_from_tables_that_have_learned(fake):
     drafter, batch, call = heads("ff", **CONTEXT), left_padded(prompts(2)), {"max_new_tokens": 16, "do_sample": False}
     for _ in range(2):

@@ -1,14 +1,8 @@
 """Gemma 4's assistants: drafts are those of transformers' own forward on verified rows, and cost nobody their text."""
 
-import copy
-import pickle
-
 import pytest
 import torch
-import transformers
-from packaging.version import parse
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
@@ -27,7 +21,6 @@ from tokenahead.generation.call.sequences import Sequences
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 DRAFT = 3
-TRANSFORMERS_BUILDS = parse(transformers.__version__) >= parse("5.24")
 
 
 @pytest.fixture(params=[dict(), dict(is_sharing=False), dict(has_clusters=True)], ids=["small", "large", "clusters"])
@@ -46,11 +39,13 @@ def plain_pair():
     drafter.detach()
 
 
+@pytest.mark.by_day("clusters")
 def test_greedy_alone_and_in_ragged_batches(pair):
     model, drafter = pair
     assert check_greedy(model, drafter, prompts(8), new=14) == set(range(DRAFT + 1))
 
 
+@pytest.mark.by_day("small")
 def test_drafts_are_made_from_verified_rows_alone(pair):
     """Every draft of every row of a ragged batch is made again by transformers from that row's own finished text."""
     model, drafter = pair
@@ -72,6 +67,7 @@ def test_drafts_are_made_from_verified_rows_alone(pair):
 WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
 
 
+@pytest.mark.by_day("clusters-block-warped")
 @pytest.mark.parametrize(
     ("clusters", "rule", "processors"),
     [(False, "block", {}), (False, "token", WARPED), (True, "block", WARPED), (True, "token", {})],
@@ -156,48 +152,19 @@ def test_backbones_that_see_and_hear():
     assert torch.equal(out.sequences, text.generate(prompt, **options)) and sum(out.speculation.accepted) > 0
 
 
-@pytest.mark.core_cases("deepcopy")
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
-def test_copies_are_detached_and_may_be_attached(plain_pair, twin_of):
-    model, drafter = plain_pair
-    twin, prompt = twin_of(drafter), prompts(4)[3][None]
-    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        model.generate(prompt, assistant_model=twin, **options)
-    out = model.generate(prompt, assistant_model=twin.attach(model), **options)
-    assert torch.equal(out, model.generate(prompt, **options))
-    twin.detach()
-
-
-@pytest.mark.parametrize("clusters", [False, True], ids=["plain", "clusters"])
-def test_folders(clusters, tmp_path):
-    small = assistant(has_clusters=clusters)
-    small.save_pretrained(tmp_path)
-    drafter = AssistantDrafter.from_pretrained(tmp_path, num_tokens=2, dtype=torch.float64)
-    assert drafter.num_tokens == 2 and drafter.model.dtype == torch.float64
-    loaded = drafter.model.state_dict()
-    assert all(torch.equal(value.to(loaded[name].dtype), loaded[name]) for name, value in small.state_dict().items())
-    drafter.model.float().save_pretrained(tmp_path / "again")
-    first, second = ((folder / "config.json").read_text().splitlines() for folder in (tmp_path, tmp_path / "again"))
-    assert all('"dtype"' in line for line in set(first) ^ set(second))
-
-
-@pytest.mark.core
-def test_other_folders_are_loaded_as_ever(tmp_path):
-    model = backbone()
-    model.save_pretrained(tmp_path)
-    drafter, prompt = AssistantDrafter.from_pretrained(tmp_path).attach(model), prompts(4)[3][None]
-    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
-    out = model.generate(prompt, assistant_model=drafter.model, return_dict_in_generate=True, **options)
-    assert torch.equal(out.sequences, model.generate(prompt, **options)) and out.speculation.accepted == [5, 4]
-
-
-@pytest.mark.skipif(TRANSFORMERS_BUILDS, reason="transformers builds them from 5.24 on")
-def test_why_we_build_them_ourselves(tmp_path):
-    """Once the oldest supported transformers builds them, the configurations of `modeling.assistants` go."""
-    assistant().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="layer types"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+def test_folders(tmp_path):
+    for clusters in [False, True]:
+        small = assistant(has_clusters=clusters)
+        small.save_pretrained(tmp_path)
+        drafter = AssistantDrafter.from_pretrained(tmp_path, num_tokens=2, dtype=torch.float64)
+        assert drafter.num_tokens == 2 and drafter.model.dtype == torch.float64
+        loaded = drafter.model.state_dict()
+        assert all(
+            torch.equal(value.to(loaded[name].dtype), loaded[name]) for name, value in small.state_dict().items()
+        )
+        drafter.model.float().save_pretrained(tmp_path / "again")
+        first, second = ((folder / "config.json").read_text().splitlines() for folder in (tmp_path, tmp_path / "again"))
+        assert all('"dtype"' in line for line in set(first) ^ set(second))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
-from tokenahead import EvaByteCache, EvaByteConfig, EvaByteForMTPC, MTPHeads
+from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
+from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.trees import building as growth
-from tokenahead.modeling.heads.session import WindowGrowth
+from tokenahead.modeling.heads.attached import WindowGrowth
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 KINDS = {
@@ -51,17 +51,18 @@ def tiny(kind, vocabulary=V, dtype=torch.float64, base=LlamaConfig, **changes):
     return shaken(MTPHeads.from_backbone(base, window=4, **KINDS[kind]), 0.3).eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_follows_a_path_is_the_exact_conditional(kind):
-    heads = tiny(kind, vocabulary=5)
-    states = heads.distribution(torch.randint(5, (3, 6))).condition(torch.randint(5, (3, 6)))
-    paths = torch.randint(5, (3, 6, 3))
-    want = states.conditional_log_probs(paths)
-    for length in range(3):
-        found = states.next_log_probs(paths[..., :length]).log_softmax(-1)
-        torch.testing.assert_close(found, want[..., length, :], atol=1e-12, rtol=0)
+def test_what_follows_a_path_is_the_exact_conditional():
+    for kind in KINDS:
+        heads = tiny(kind, vocabulary=5)
+        states = heads.distribution(torch.randint(5, (3, 6))).condition(torch.randint(5, (3, 6)))
+        paths = torch.randint(5, (3, 6, 3))
+        want = states.conditional_log_probs(paths)
+        for length in range(3):
+            found = states.next_log_probs(paths[..., :length]).log_softmax(-1)
+            torch.testing.assert_close(found, want[..., length, :], atol=1e-12, rtol=0)
 
 
+@pytest.mark.by_day("ff-1", "hmm-context-2", "hydra++-1", "btree-3")
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_draft_reads_the_distribution_of_the_whole_window(kind, length):
@@ -92,23 +93,23 @@ def test_what_no_draft_reads_is_not_computed():
         assert counter.get_total_flops() == 2 * 32 * 320 * places * rank + sums
 
 
-@pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
-def test_every_node_has_the_distribution_of_its_own_path(kind):
-    heads = tiny(kind, vocabulary=5)
-    features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
-    last = torch.tensor([3, 1])
-    grown = WindowGrowth(heads.distribution_after(features[:, None], last[:, None], 3), last[:, None])
-    first = torch.tensor([[0, 4, 2], [1, 2, 3]])
-    parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
-    grown.first(), grown.after(first, torch.full_like(first, -1))
-    got = grown.after(second, parents).log_softmax(-1)
-    for row, node in itertools.product(range(2), range(3)):
-        path = [int(last[row]), int(first[row, parents[row, node]]), int(second[row, node])]
-        alone = heads.distribution_of_features(features[row])
-        for token in path:
-            alone = alone.condition(torch.tensor(token))
-        want = alone.conditional_log_probs(torch.zeros(1, dtype=torch.long))[0]
-        torch.testing.assert_close(got[row, node], want, atol=1e-12, rtol=0)
+def test_every_node_has_the_distribution_of_its_own_path():
+    for kind in ["ff", "btree", "hydra", "hmm-context"]:
+        heads = tiny(kind, vocabulary=5)
+        features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
+        last = torch.tensor([3, 1])
+        grown = WindowGrowth(heads.distribution_after(features[:, None], last[:, None], 3), last[:, None])
+        first = torch.tensor([[0, 4, 2], [1, 2, 3]])
+        parents, second = torch.tensor([[2, 2, 0], [1, 0, 1]]), torch.tensor([[1, 3, 3], [0, 0, 4]])
+        grown.first(), grown.after(first, torch.full_like(first, -1))
+        got = grown.after(second, parents).log_softmax(-1)
+        for row, node in itertools.product(range(2), range(3)):
+            path = [int(last[row]), int(first[row, parents[row, node]]), int(second[row, node])]
+            alone = heads.distribution_of_features(features[row])
+            for token in path:
+                alone = alone.condition(torch.tensor(token))
+            want = alone.conditional_log_probs(torch.zeros(1, dtype=torch.long))[0]
+            torch.testing.assert_close(got[row, node], want, atol=1e-12, rtol=0)
 
 
 class _BehindPrompts(World):
@@ -122,6 +123,7 @@ class _BehindPrompts(World):
         assert self.p.shape == (2, first_of_length(3), V)
 
 
+@pytest.mark.by_day(each=1)
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("warp", WARPS)
@@ -132,6 +134,7 @@ def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, 
     assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
+@pytest.mark.by_day("hmm-4-token", "btree-8-block")
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("window", [3, 4, 5, 8])
@@ -186,19 +189,13 @@ def _all_draws(heads, processing, monkeypatch):
     return _BehindPrompts(heads.backbone, texts, processing), tree, chance
 
 
-@pytest.mark.parametrize(("kind", "name"), [("ff", "mistral"), ("btree", "qwen3"), ("hydra", "evabyte")])
-def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(kind, name):
-    model = backbone(name)
-    heads = train_heads(model, steps=30, **KINDS[kind])
-    assert check_greedy(model, heads, prompts(8), new=20, **TREE) == {0, 1, 2, 3}
-
-
 def test_a_fixed_shape_is_drafted_and_keeps_paths_of_every_length():
     model = backbone()
     heads = train_heads(model, steps=30, **KINDS["cp"])
     assert check_greedy(model, heads, prompts(8), new=20, draft_tree=CHOICES) == {0, 1, 2, 3}
 
 
+@pytest.mark.by_day("btree")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_keeps_more_than_a_chain(kind):
     model, counts = backbone(), {}
@@ -213,6 +210,7 @@ def test_a_tree_keeps_more_than_a_chain(kind):
     assert counts["tree"] > counts["chain"] > 0
 
 
+@pytest.mark.by_day("btree")
 @pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
 def test_sampled_text_from_fixed_shapes_has_the_backbones_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
@@ -228,6 +226,7 @@ def test_sampled_text_from_fixed_shapes_has_the_backbones_distribution(kind):
     assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
+@pytest.mark.by_day("hmm-context-False", "hydra-True")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_growing_never_makes_the_host_wait(kind, do_sample):
@@ -251,9 +250,8 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
                 drafter.propose(SimpleNamespace(last=lambda: last), 3)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_trees_are_checked_at_the_door():
+    for given, message in [
         ({"depth": 3}, "4.*3.*depth=2"),
         ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "paths.*4"),
         ([(0, 0)], "so must its parent"),
@@ -261,22 +259,8 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
         ([], "at least one rank"),
         ([0, 1], "at least one rank"),
         ("wide", "draft_tree=.*'wide'"),
-    ],
-    ids=str,
-)
-def test_trees_are_checked_at_the_door(given, message):
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=4)
-    with pytest.raises(ValueError, match=message):
-        model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)
-
-
-@pytest.mark.core
-def test_backbones_that_take_chains_only_say_so(monkeypatch):
-    base, prompt = backbone("evabyte"), torch.tensor([[7, 8]])
-    with pytest.raises(ValueError, match="draft_tree=.*EvaByteForMTPC.*nothing"):
-        base.generate(prompt, draft_tree=dict(depth=1), max_new_tokens=4)
-    heads = MTPHeads.from_backbone(base, window=3)
-    monkeypatch.setattr(EvaByteCache, "takes_trees", False)
-    with pytest.raises(ValueError, match="EvaByteCache.*chains.*trees"):
-        base.generate(prompt, assistant_model=heads, draft_tree=dict(depth=1), max_new_tokens=4)
+    ]:
+        model = backbone()
+        heads = MTPHeads.from_backbone(model, window=4)
+        with pytest.raises(ValueError, match=message):
+            model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)

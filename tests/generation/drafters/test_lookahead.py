@@ -84,6 +84,7 @@ def test_blocks_are_n_grams_and_guesses_that_the_backbone_corrects(cycles):
     assert drafter.table[:-1].tolist() == list(known.values())
 
 
+@pytest.mark.by_day("30")
 @pytest.mark.parametrize("number", [1, 2, 4, 30])
 def test_the_longest_path_is_what_is_asked_for(number):
     model, batch = backbone(), left_padded(prompts(3))
@@ -117,17 +118,3 @@ def test_a_table_lasts_until_it_is_forgotten():
     assert drafter.table.equal(known)
     drafter.forget()
     assert drafter.table.equal(drafter.first_entry(40).expand_as(drafter.table)) and drafter.table.data_ptr() == address
-
-
-@pytest.mark.parametrize("options", [{"window": 0}, {"ngram_size": 1}, {"candidates": 2.0}], ids=str)
-def test_values_out_of_range_are_refused(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*at least"):
-        LookaheadDrafter(**options)
-
-
-@pytest.mark.parametrize("tree", ["auto", {"top_k": 2}, [(0,)]], ids=str)
-def test_trees_of_other_shapes_are_refused(tree):
-    model = backbone()
-    drafter = LookaheadDrafter().attach(model)
-    with pytest.raises(ValueError, match=r"draft_tree=.*window, ngram_size and candidates"):
-        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, draft_tree=tree, max_new_tokens=4)

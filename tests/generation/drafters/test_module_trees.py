@@ -11,9 +11,9 @@ from tests.families import family_model
 from tests.integration.test_lossless_modules import CHECKPOINT, greedy, prompts
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
+from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.trees import growth
 from tokenahead.modeling.deepseek import session as modules
 from tokenahead.modeling.deepseek.session import ModuleGrowth
@@ -57,6 +57,7 @@ def _options(draft_tree, num_tokens):
     )  # fmt: skip
 
 
+@pytest.mark.by_day(each=1)
 @torch.no_grad()
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "mistral"])
@@ -146,9 +147,3 @@ def test_a_smaller_draft_vocabulary_and_fixed_shapes(model):
     model.generate(
         **inputs, do_sample=True, draft_tree=TREE["draft_tree"], draft_vocabulary=vocabulary, max_new_tokens=9
     )
-
-
-def test_what_takes_chains_only_says_so():
-    model = family_model("glm_moe_dsa", num_nextn_predict_layers=1).eval()
-    with pytest.raises(ValueError, match="indexed_attention"):
-        model.generate(torch.tensor([[5, 6, 7]]), draft_tree=TREE["draft_tree"], max_new_tokens=4)

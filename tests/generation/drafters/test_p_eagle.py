@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
 from tests.backbones import backbone, check_greedy, code, code_prompts, learn
@@ -76,6 +75,7 @@ def test_drafts_are_those_of_one_forward(pair):
     assert len(seen) > 3
 
 
+@pytest.mark.by_day("block-processors0")
 @pytest.mark.parametrize(
     ("rule", "processors"), [("block", {}), ("token", {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2})]
 )
@@ -96,6 +96,7 @@ def test_sampled_distribution_of_ragged_rows(rule, processors):
         assert continuation_p_value(out.sequences[row::2, 8:10], distribution) > 0.001
 
 
+@pytest.mark.by_day("pard_token")
 @pytest.mark.parametrize("name", ["ptd_token_id", "pard_token", "mask_token_id"])
 def test_folders_that_vllm_reads(pair, tmp_path, name):
     """Its loader takes `mask_hidden` in any shape, and the token by one of several names."""
@@ -123,29 +124,6 @@ def test_folders_that_vllm_reads(pair, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="mask_hidden.*ptd_token_id"):
         EagleHead.from_pretrained(tmp_path)
-
-
-def test_what_it_cannot_do(pair, tmp_path):
-    model, head = pair
-    prompt = code_prompts(1)[0][None]
-    with pytest.raises(ValueError, match="draft_tree=.*P-EAGLE"):
-        model.generate(prompt, assistant_model=head, draft_tree={"depth": 2, "top_k": 2})
-    with pytest.raises(ValueError, match="layout='sglang'.*mask_token_id"):
-        head.export(tmp_path, layout="sglang")
-    for wrong in (48, -1):
-        with pytest.raises(StrictDataclassError, match=f"mask_token_id={wrong}.*0..47"):
-            EagleHead.from_backbone(backbone(), mask_token_id=wrong)
-    with pytest.raises(StrictDataclassError, match="mask_token_id=3"):
-        EagleHead.from_backbone(backbone(), version=1, mask_token_id=3)
-
-
-@pytest.mark.core
-def test_options_of_calls(pair):
-    model, head = pair
-    for options in ({"assistant_confidence_threshold": 0.6}, {"suppress_tokens": [7, 9, 12]}):
-        common = dict(max_new_tokens=20, do_sample=False) | options
-        out = model.generate(**left_padded(code_prompts(4)), assistant_model=head, **common)
-        assert torch.equal(out, type(model).generate(model, **left_padded(code_prompts(4)), **common))
 
 
 def test_its_loss_is_that_of_its_drafts_at_every_place(pair):

@@ -5,23 +5,23 @@ import itertools
 import pytest
 import torch
 
-from tokenahead.modeling.ptp.slots import SlotLayout, split_budget
+from tokenahead.modeling.ptp.session import SlotLayout, split_budget
 
 
-@pytest.mark.parametrize("sizes", [[3], [2, 0, 1], [1, 4, 2, 3]])
-def test_every_row_sees_its_own_prefix_and_nothing_else(sizes):
-    layout = SlotLayout.of(sizes, torch.device("cpu"))
-    cached = torch.tensor([[True, True, True], [False, True, True]])
-    seen = torch.cat([cached[:, None].expand(-1, len(layout.new), -1), layout.new.expand(2, -1, -1)], dim=2)
-    block, slots = len(sizes), [(d, k) for d, size in enumerate(sizes) for k in range(size)]
-    assert seen.shape == (2, block + len(slots), 3 + block + len(slots))
-    for row in range(2):
-        assert torch.equal(seen[row, :, :3], cached[row].expand(block + len(slots), 3))
-        for query in range(block + len(slots)):
-            group, place = (query, None) if query < block else slots[query - block]
-            tokens = [column <= group for column in range(block)]
-            others = [place is not None and group == d and k <= place for d, k in slots]
-            assert seen[row, query, 3:].tolist() == tokens + others
+def test_every_row_sees_its_own_prefix_and_nothing_else():
+    for sizes in [[3], [2, 0, 1], [1, 4, 2, 3]]:
+        layout = SlotLayout.of(sizes, torch.device("cpu"))
+        cached = torch.tensor([[True, True, True], [False, True, True]])
+        seen = torch.cat([cached[:, None].expand(-1, len(layout.new), -1), layout.new.expand(2, -1, -1)], dim=2)
+        block, slots = len(sizes), [(d, k) for d, size in enumerate(sizes) for k in range(size)]
+        assert seen.shape == (2, block + len(slots), 3 + block + len(slots))
+        for row in range(2):
+            assert torch.equal(seen[row, :, :3], cached[row].expand(block + len(slots), 3))
+            for query in range(block + len(slots)):
+                group, place = (query, None) if query < block else slots[query - block]
+                tokens = [column <= group for column in range(block)]
+                others = [place is not None and group == d and k <= place for d, k in slots]
+                assert seen[row, query, 3:].tolist() == tokens + others
 
 
 def test_slots_of_a_group_per_row():
@@ -62,6 +62,7 @@ def test_branches_and_vectors_keep_apart():
     ]
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("repeats_pick", [False, True])
 @pytest.mark.parametrize("budget", [1, 2, 4, 7, 9])
 @pytest.mark.parametrize("survival", [(0.9, 0.6, 0.5), (0.3, 0.1, 0.05), (0.99, 0.98, 0.97)])

@@ -1,6 +1,7 @@
 """Assistants with another tokenizer: the text and its distribution are the backbone's, alone and in ragged batches."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,8 @@ from tests.models import left_padded
 from tests.two_tokenizers import TEXT, prompts, speaker, tokenizer, with_bytes
 from tokenahead import AssistantDrafter, NgramDrafter
 from tokenahead.generation.assistant.translation import CommonVocabulary, TranslatedSession, Translation
-from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.tensors.sampling import NumberCheck
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 SIZE, DRAFT = 64, 4
 ASSISTANTS = [("llama", 46, "bytes"), ("mistral", 56, "words"), ("gpt2", 58, "bytes")]
@@ -38,6 +37,7 @@ def pair(name="llama", size=46, kind="bytes", translate=None):
     return model, AssistantDrafter(speaker(name, size, kind, 40), DRAFT, **both, translate=translate).attach(model)
 
 
+@pytest.mark.by_day("gpt2-58-bytes-vocabulary")
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize("name, size, kind", ASSISTANTS)
 def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
@@ -48,6 +48,7 @@ def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
     assert {0, 1, 2} <= seen
 
 
+@pytest.mark.by_day("llama-46-bytes-text", "gpt2-58-bytes-vocabulary")
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize("name, size, kind", ASSISTANTS)
 def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate, monkeypatch):
@@ -69,35 +70,34 @@ def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate
     assert any(again) or translate == "vocabulary"
 
 
-@pytest.mark.parametrize("size, kind", [(46, "bytes"), (56, "words")])
-@pytest.mark.parametrize("step", [1, 2, 5])
-def test_texts_grow_as_they_are(size, kind, step):
+def test_texts_grow_as_they_are():
     """Whatever number of tokens comes at a time: no text is lost, and settled ids stay."""
-    own, translation = tokenizer(size, kind), Translation(tokenizer(SIZE), tokenizer(size, kind), SIZE, size)
-    ids = tokenizer(SIZE)(TEXT[:300], add_special_tokens=False)["input_ids"]
-    scripts = translation.open([ids[:7], ids[:2]])
-    settled, begin = [list(script.ids) for script in scripts], [7, 2]
-    for end in range(0, 60, step):
-        translation.extend(scripts, [ids[first + end : first + end + step] for first in begin])
-        for script, before, first in zip(scripts, settled, begin):
-            assert script.ids[: len(before)] == before
-            before[:] = script.ids[: script.settled]
-            text = tokenizer(SIZE).decode(ids[: first + end + step])
-            assert own.decode(script.ids).removeprefix(own.bos_token).strip() == text.rstrip("\ufffd").strip()
-    assert all(len(before) > 20 for before in settled)
+    for (size, kind), step in itertools.product([(46, "bytes"), (56, "words")], [1, 2, 5]):
+        own, translation = tokenizer(size, kind), Translation(tokenizer(SIZE), tokenizer(size, kind), SIZE, size)
+        ids = tokenizer(SIZE)(TEXT[:300], add_special_tokens=False)["input_ids"]
+        scripts = translation.open([ids[:7], ids[:2]])
+        settled, begin = [list(script.ids) for script in scripts], [7, 2]
+        for end in range(0, 60, step):
+            translation.extend(scripts, [ids[first + end : first + end + step] for first in begin])
+            for script, before, first in zip(scripts, settled, begin):
+                assert script.ids[: len(before)] == before
+                before[:] = script.ids[: script.settled]
+                text = tokenizer(SIZE).decode(ids[: first + end + step])
+                assert own.decode(script.ids).removeprefix(own.bos_token).strip() == text.rstrip("\ufffd").strip()
+        assert all(len(before) > 20 for before in settled)
 
 
-@pytest.mark.parametrize("first, second", [(with_bytes(), tokenizer(46)), (tokenizer(46), with_bytes())])
-def test_letters_of_several_bytes_come_once(first, second):
+def test_letters_of_several_bytes_come_once():
     """Single bytes of two letters in a row; decoders show neither before both are whole."""
-    translation, text = Translation(first, second, 400, 400), TEXT[:240]
-    ids = first(text, add_special_tokens=False)["input_ids"]
-    script = translation.open([ids[:3]])[0]
-    for token in ids[3:]:
-        translation.extend([script], [[token]])
-    assert "数量" in text and second.decode(script.ids).strip() == text.strip()
-    draft = translation.drafts([script], [second("数量(self", add_special_tokens=False)["input_ids"][-6:]])[0]
-    assert first.decode(ids + draft).endswith("(self")
+    for first, second in [(with_bytes(), tokenizer(46)), (tokenizer(46), with_bytes())]:
+        translation, text = Translation(first, second, 400, 400), TEXT[:240]
+        ids = first(text, add_special_tokens=False)["input_ids"]
+        script = translation.open([ids[:3]])[0]
+        for token in ids[3:]:
+            translation.extend([script], [[token]])
+        assert "数量" in text and second.decode(script.ids).strip() == text.strip()
+        draft = translation.drafts([script], [second("数量(self", add_special_tokens=False)["input_ids"][-6:]])[0]
+        assert first.decode(ids + draft).endswith("(self")
 
 
 def test_common_tokens_write_the_same():
@@ -120,6 +120,7 @@ def test_special_tokens_are_read_where_both_have_them():
     assert apart.open([[first.bos_token_id]])[0].ids  # something must be read
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize(
@@ -144,33 +145,6 @@ def test_the_emitted_distribution_is_the_targets(warp, rule, own_ids, ids):
     assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
-WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-
-
-@pytest.mark.parametrize(
-    ("translate", "rule", "processors"),
-    [("vocabulary", "block", {}), ("vocabulary", "token", WARPED), ("text", "block", WARPED), (None, "block", {})],
-    ids=["block", "token-warped", "text-warped", "default"],
-)
-def test_sampled_distribution_of_ragged_rows(translate, rule, processors):
-    """Two prompts of different lengths in one batch, in turn; of 5 letters the assistant knows some, and syllables."""
-    letters, syllables = tokenizer(5, text="abcabb"), tokenizer(7, text="ab a ab")
-    model, options = backbone(vocabulary=5, seed=2), {"top_k": 0} | processors
-    both = {"tokenizer": letters, "assistant_tokenizer": syllables}
-    drafter = AssistantDrafter(backbone(vocabulary=7, seed=3), 3, **both, translate=translate).attach(model)
-    assert 2 <= len(drafter.translation.ids) < 5
-    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
-    out = model.generate(
-        **left_padded(batch * 1_200), do_sample=True, max_new_tokens=6, assistant_model=drafter, verification=rule,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    drafter.detach()
-    assert {0, 1, 2} <= {count for row in out.speculation.rows_accepted for count in row}
-    for row, prompt in enumerate(batch):
-        distribution = continuation_distribution(model, prompt[None], 2, **options)
-        assert continuation_p_value(out.sequences[row::2, 8:10], distribution) > 0.001
-
-
 def test_the_call_of_transformers():
     """The assistant itself, and both tokenizers; before that the two share ids as far as anyone knows."""
     model, ids = speaker("llama", SIZE), prompts(2, SIZE)[1][None]
@@ -191,52 +165,6 @@ def test_the_call_of_transformers():
     with pytest.raises(ValueError, match="assistant_tokenizer=.*AssistantDrafter.*NgramDrafter"):
         model.generate(ids, assistant_model=ngrams, **options, **both)
     ngrams.detach()
-
-
-@pytest.mark.core_cases("assistant_confidence_threshold-text", "assistant_confidence_threshold-vocabulary")
-@pytest.mark.parametrize("translate", WAYS)
-@pytest.mark.parametrize(
-    "options",
-    [{"assistant_confidence_threshold": 0.6}, {"num_assistant_tokens_schedule": "adaptive"}, {"eos_token_id": 20},
-     {"suppress_tokens": [7, 9, 12]}, {"do_sample": True, "top_k": 1}],
-    ids=lambda options: next(iter(options)),
-)  # fmt: skip
-def test_options_of_calls(translate, options):
-    model, drafter = pair(translate=translate)
-    common = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0} | options
-    batch = left_padded(prompts(5, SIZE))
-    out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **common)
-    drafter.detach()
-    assert torch.equal(out.sequences, model.generate(**batch, **common))
-    assert {len(draft) for row in out.speculation.rows_drafts for draft in row} - {0}
-
-
-def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go():
-    model, both = speaker("llama", SIZE), {"tokenizer": tokenizer(SIZE), "assistant_tokenizer": tokenizer(46)}
-    small = copy.deepcopy(speaker("gpt2", 46, "bytes", 40))
-    small.config.n_positions = 48
-    drafter = AssistantDrafter(small, DRAFT, **both).attach(model)
-    ids = prompts(2, SIZE)[1][None]
-    out = model.generate(ids, assistant_model=drafter, max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
-    drafter.detach()
-    assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=40, do_sample=False))
-    drafts = out.speculation.rows_drafts[0]
-    assert drafts[0] and not drafts[-1]
-
-
-def test_copies_and_folders(tmp_path):
-    model, drafter = pair()
-    drafter.detach()
-    drafter.save_pretrained(tmp_path)
-    both = {"tokenizer": tokenizer(SIZE), "assistant_tokenizer": tokenizer(46)}
-    loaded = AssistantDrafter.from_pretrained(tmp_path, num_tokens=DRAFT, **both, translate="text")
-    batch, found = left_padded(prompts(4, SIZE)), []
-    for each in (drafter, copy.deepcopy(drafter), loaded):
-        each.attach(model)
-        options = dict(max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
-        found.append(model.generate(**batch, assistant_model=each, **options).speculation.rows_drafts)
-        each.detach()
-    assert found[0] == found[1] == found[2]
 
 
 def test_what_cannot_be_translated():

@@ -17,10 +17,9 @@ from tests.models import left_padded, tiny_model
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter, BlockDrafter, DrafterCascade, SuffixDrafter
 from tokenahead.generation.backbone.backbones import target_of
-from tokenahead.generation.call.options import CallOptions, DraftOptions
+from tokenahead.generation.call.options import CallOptions, DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 NAMES = ["llama", "mistral", "glimmer", "spark"]
@@ -42,11 +41,13 @@ def plain_pair():
     drafter.detach()
 
 
+@pytest.mark.by_day("llama")
 def test_greedy_alone_and_in_ragged_batches(pair):
     model, drafter, _ = pair
     assert check_greedy(model, drafter, code_prompts(8), new=41) == set(range(BLOCK))
 
 
+@pytest.mark.by_day("glimmer")
 def test_drafts_are_those_of_transformers(pair, monkeypatch):
     """Cycle for cycle, as long as there is room for a whole block; texts are longer than windows."""
     model, drafter, small = pair
@@ -105,21 +106,23 @@ def test_distributions_are_those_of_its_own_forward():
         torch.testing.assert_close(tree.probs[row], expected[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_the_emitted_distribution_is_the_targets(warp, rule):
+def test_the_emitted_distribution_is_the_targets(warp):
     """Positions of a block are drawn one by one, from distributions that no drawn token changes."""
     processing = Processing(LogitsProcessorList(WARPS[warp]))
     options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
     logits = 1.5 * torch.randn(LONGEST - 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     q = torch.stack([DraftOptions.choose(options, step[None])[1][0] for step in logits])
-    distribution, target = emitted(rule, q.expand(len(DRAFTS), -1, -1), target_rows(processing, 50))
-    assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
+    for rule in ("token", "block"):
+        distribution, target = emitted(rule, q.expand(len(DRAFTS), -1, -1), target_rows(processing, 50))
+        assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
 WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
 
 
+@pytest.mark.by_day("block")
 @pytest.mark.parametrize(
     ("name", "rule", "processors"),
     [("llama", "block", {}), ("llama", "token", WARPED), ("glimmer", "block", WARPED)],
@@ -142,6 +145,9 @@ def test_sampled_distribution_of_ragged_rows(name, rule, processors):
         assert continuation_p_value(out.sequences[row::2, 12:14], distribution) > 0.001
 
 
+@pytest.mark.by_day(
+    "num_assistant_tokens", "assistant_confidence_threshold", "suppress_tokens", "num_assistant_tokens_schedule"
+)
 @pytest.mark.parametrize(
     "options",
     [{"num_assistant_tokens": 2}, {"assistant_confidence_threshold": 0.6}, {"suppress_tokens": [7, 9, 12]},
@@ -206,21 +212,17 @@ def test_copies_and_folders(plain_pair, tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "message"),
-    [
+def test_backbones_that_it_was_not_made_for():
+    for make, changes, message in (
         (backbone, {"target_layer_ids": [0, 1]}, r"feature_layers=\[1, 2\].*LlamaForCausalLM.*0..1"),
         (backbone, {"mask_token_id": 48, "target_layer_ids": [0]}, "mask_token_id=48.*0..47"),
         (backbone, {"hidden_size": 24}, "hidden_size.*24.*32"),
         (tiny_model, {"hidden_size": 64}, "hidden_size|EvaByteForMTPC"),
-    ],
-    ids=["layers", "mask", "width", "cache"],
-)
-def test_backbones_that_it_was_not_made_for(model, changes, message):
-    model, drafter = model(), drafter_of(assistant(**changes))
-    with pytest.raises(ValueError, match=message):
-        drafter.attach(model)
-    assert "generate" not in vars(model)
+    ):
+        model, drafter = make(), drafter_of(assistant(**changes))
+        with pytest.raises(ValueError, match=message):
+            drafter.attach(model)
+        assert "generate" not in vars(model)
 
 
 def test_drafters_with_a_cache_of_their_own_refuse_it(tmp_path):

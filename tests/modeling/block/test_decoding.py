@@ -51,18 +51,24 @@ def model():
     free_buffers(model)
 
 
-@pytest.mark.parametrize(("law", "rows"), [*((law, 3) for law in LAWS), ("markov", 1)])
-def test_cycles_of_all_laws_repeat_themselves(model, law, rows, fake):
+@pytest.mark.by_day(
+    "3-independent-greedy", "3-markov-drawn tree", "3-selector-sampled", "3-cp-fixed tree", "3-hmm-jetspec's tree",
+    "3-btree-processors", "1-markov-greedy",
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["greedy", "sampled", "processors", "fixed tree", "drawn tree", "jetspec's tree"])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("rows", [3, 1])
+def test_cycles_of_all_laws_repeat_themselves(model, law, rows, way, fake):
     windows = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5, sample_from_anchor=False)
     drafter = drafter_of(model, law, **(windows if rows == 3 else {}))
-    for way in ("greedy", "sampled", "processors", "fixed tree", "drawn tree", "jetspec's tree"):
-        out = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
-        told = out.speculation.graphs
-        assert told.replayed["cycle"] and not told.reasons, way
-        if way == "greedy":
-            assert same(out, generated(model, drafter, batch_of(rows), **WAYS[way]))
+    out = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
+    told = out.speculation.graphs
+    assert told.replayed["cycle"] and not told.reasons
+    if way == "greedy":
+        assert same(out, generated(model, drafter, batch_of(rows), **WAYS[way]))
 
 
+@pytest.mark.by_day("deepspec_dspark_gated")
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_text_in_batches_of_sixteen(name):
     base, drafter = pair(name)
@@ -76,6 +82,7 @@ def test_greedy_text_in_batches_of_sixteen(name):
     assert counts >= {0, 1, 2, 3}
 
 
+@pytest.mark.by_day("speculators_dspark-token-drawn", "zlab_dflash2-block-drawn", "deepspec_dspark_gated-block-argmax")
 @pytest.mark.parametrize("sampling", ["drawn", "argmax"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("name", ["speculators_dspark", "zlab_dflash2", "deepspec_dspark_gated"])
@@ -96,6 +103,7 @@ def test_sampled_text_follows_the_backbone(name, rule, sampling):
         assert continuation_p_value(out.sequences[row::2, 7:9], expected) > 0.001
 
 
+@pytest.mark.by_day("zlab_dflash2-None", "zlab_llama-static")
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", ["zlab_llama", "zlab_dflash2"])
 def test_layers_with_a_window_keep_what_they_see_of_long_texts(name, cache):
@@ -116,6 +124,7 @@ def test_layers_with_a_window_keep_what_they_see_of_long_texts(name, cache):
                 place += accepted + 1
 
 
+@pytest.mark.nightly
 def test_recurrent_backbones_roll_back():
     from transformers import Qwen3NextConfig
 
@@ -131,6 +140,7 @@ def test_recurrent_backbones_roll_back():
     check_greedy(model, drafter, prompts(4), new=12)
 
 
+@pytest.mark.nightly
 def test_look_ups_may_draft_between_blocks():
     base, drafter = pair("speculators_dspark")
     cascade = DrafterCascade([SuffixDrafter(num_tokens=3), drafter], least=1.5).attach(base)
@@ -156,6 +166,7 @@ def test_a_cut_comes_before_unlikely_drafts_in_each_sequence():
 TREE = {"depth": 3, "top_k": 3, "total_tokens": 12}
 
 
+@pytest.mark.by_day("False-None", "True-static")
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_trees_lose_unlikely_drafts_and_what_is_below_them(sampled, cache, monkeypatch):

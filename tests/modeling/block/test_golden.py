@@ -72,6 +72,7 @@ def test_rows_logits_laws_and_confidences_are_official(case):
                 close(drafter.confidence(block, drafts[None])[0], gold[f"confidence.{b}"][i])
 
 
+@pytest.mark.by_day("zlab_dflash2", "speculators_dspark")
 @torch.no_grad()
 def test_a_ragged_batch_computes_what_single_sequences_do(case):
     base, drafter, gold, _ = case
@@ -85,6 +86,7 @@ def test_a_ragged_batch_computes_what_single_sequences_do(case):
         close(together[row], drafter.block(context, token[None]).hidden[0])
 
 
+@pytest.mark.by_day("zlab_dflash2", "speculators_dspark")
 @torch.no_grad()
 def test_a_cache_gets_new_columns_of_the_context_alone(case):
     base, drafter, gold, _ = case
@@ -116,6 +118,13 @@ def test_drafts_and_accepted_counts_are_official(case):
         assert found[: len(wanted)] == wanted
 
 
+@pytest.mark.by_day(
+    "zlab_llama-tree1",
+    "zlab_dflash2-tree2",
+    "speculators_dflash-None",
+    "speculators_dspark-tree1",
+    "deepspec_dspark_gated-None",
+)
 @pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 3, "total_tokens": 12}, [(0,), (1,), (0, 0), (0, 1)]])
 def test_ragged_batches_write_the_backbones_text(case, tree):
     base, drafter, gold, _ = case
@@ -125,6 +134,7 @@ def test_ragged_batches_write_the_backbones_text(case, tree):
     assert drafted.equal(base.generate(**prompt, **options))
 
 
+@pytest.mark.by_day("zlab_llama-drawn", "speculators_dspark-argmax", "deepspec_dspark_gated-drawn")
 @pytest.mark.parametrize("sampling", ["drawn", "argmax"])
 def test_sampled_batches_on_a_static_cache_hold_likely_tokens_alone(case, sampling):
     base, drafter, gold, _ = case

@@ -20,7 +20,7 @@ from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.trees.building import dynamic_tree
 from tokenahead.modeling.block.laws import LAWS
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
-from tokenahead.modeling.heads.session import WindowGrowth
+from tokenahead.modeling.heads.attached import WindowGrowth
 from tokenahead.modeling.heads.window_distribution import PartialDistribution
 
 M, D, V = 3, 4, 7
@@ -198,13 +198,17 @@ def test_everything_equals_enumeration(kind):
         close(probs, rest.conditional_log_probs(tokens).exp())
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("warp", ["plain", "temperature"])
+def check_text(world, tree, chance):
+    """Both rules write the target's distribution."""
+    for rule in ("token", "block"):
+        assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_text_of_chains_has_the_targets_distribution(kind, warp, rule):
+def test_text_of_chains_has_the_targets_distribution(kind):
     """Every block as a chain, with the warped conditionals that it is drawn from."""
-    words = DraftVocabulary(range(WORDS), WORDS)
+    words, warp = DraftVocabulary(range(WORDS), WORDS), "temperature"
     law, world = law_of(kind, words), World(warp, 3)
     rows, logits, last, anchor = inputs_of(words, 2)
     drafts = torch.tensor(list(itertools.product(range(WORDS), repeat=3))).repeat(2, 1)
@@ -216,14 +220,13 @@ def test_text_of_chains_has_the_targets_distribution(kind, warp, rule):
     else:
         probs = block.draft(lambda probs: (next(forced), processing.warp(probs)))[1]  # [K, 3, V]
     chance = probs.gather(-1, drafts[..., None])[..., 0].prod(-1)
-    tree = DraftTree.chain(drafts, probs)
-    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+    check_text(world, DraftTree.chain(drafts, probs), chance)
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.by_day("gated", "selector", "hmm", "btree-rnn")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_text_of_drawn_trees_has_the_targets_distribution(kind, rule):
+def test_text_of_drawn_trees_has_the_targets_distribution(kind):
     """Two children of the root and one of each, every way to draw them by the conditionals of the law."""
     words = DraftVocabulary(range(WORDS), WORDS)
     law, world = law_of(kind, words), World("plain", 3)
@@ -234,14 +237,13 @@ def test_text_of_drawn_trees_has_the_targets_distribution(kind, rule):
         first = sum(WORDS**k for k in range(length))
         found = block.next_log_probs(prefixes.expand(2, -1, -1)).softmax(-1)
         world.q[:, first : first + prefixes.shape[1]] = found
-    tree, chance = all_trees(world, [-1, -1, 0, 1], replacement=False)
-    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+    check_text(world, *all_trees(world, [-1, -1, 0, 1], replacement=False))
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.by_day("rnn", "selector", "cp", "hmm-gated")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_text_of_best_first_trees_has_the_targets_distribution(kind, rule):
+def test_text_of_best_first_trees_has_the_targets_distribution(kind):
     words = DraftVocabulary(range(WORDS), WORDS)
     law, world = law_of(kind, words), World("temperature", 3)
     rows, logits, last, anchor = inputs_of(words, 2)
@@ -250,8 +252,7 @@ def test_text_of_best_first_trees_has_the_targets_distribution(kind, rule):
     sizes = {"depth": 2, "top_k": 2, "total_tokens": 8, "best_first": True}
     tree = dynamic_tree(growth.first().log_softmax(-1), lambda *at: growth.after(*at).log_softmax(-1), **sizes)
     assert tree.tokens.shape[1] == 7 and tree.depth == 3
-    emitted = emitted_distribution(world, tree, torch.ones(2, dtype=torch.float64), rule)
-    assert (emitted - world.target()).abs().max() < 1e-12
+    check_text(world, tree, torch.ones(2, dtype=torch.float64))
 
 
 def blocks_of(law, m=M):
@@ -304,38 +305,33 @@ def test_a_selector_that_reads_no_row_is_independent_among_its_candidates():
     close(law.distribution(*many).prefix_log_prob(blocks), want.prefix_log_prob(blocks))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_new_laws_start_as_independent_places(kind):
-    law = law_of(kind, WHOLE, **({"top_k": 5} if kind == "selector" else {}))
-    for module in law.modules():
-        if hasattr(module, "reset_head"):
-            module.reset_head(0.02)
-    close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
+def test_new_laws_start_as_independent_places():
+    for kind in KINDS:
+        law = law_of(kind, WHOLE, **({"top_k": 5} if kind == "selector" else {}))
+        for module in law.modules():
+            if hasattr(module, "reset_head"):
+                module.reset_head(0.02)
+        close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_learns(kind):
-    law, (rows, logits, last, anchor) = law_of(kind), inputs_of(count=3)
-    logits.requires_grad_()
-    columns = logits.topk(3, -1).indices
-    blocks = PART.ids[columns[..., 1]]
-    of(law, rows, logits, last, anchor).log_prob(blocks).sum().backward()
-    for name, weight in law.named_parameters():
-        assert weight.grad is not None and weight.grad.isfinite().all() and weight.grad.abs().sum() > 0, name
+def test_every_weight_learns():
+    for kind in KINDS:
+        law, (rows, logits, last, anchor) = law_of(kind), inputs_of(count=3)
+        columns = logits.topk(3, -1).indices
+        of(law, rows, logits.requires_grad_(), last, anchor).log_prob(PART.ids[columns[..., 1]]).sum().backward()
+        for name, weight in law.named_parameters():
+            assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0, (kind, name)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_fit_are_refused_by_name():
+    for options, message in (
         (dict(law="markov", kind="lstm"), "kind='lstm'"),
         (dict(law="cp", reads_last=True), "reads_last=True.*cp"),
         (dict(law="hmm", reads_last=True, markov_rank=0), "reads_last=True.*markov_rank"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        build_law(**options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_law(**options)
 
 
 def test_the_configuration_knows_the_options_of_every_law():

@@ -56,6 +56,7 @@ def laws_of(drafter, ids, anchors):
     return torch.stack(found), states[-1][0]
 
 
+@pytest.mark.by_day("rnn", "selector", "hmm", "btree", "part", "windows")
 @pytest.mark.parametrize("kind", LAWS)
 def test_terms_are_those_of_single_blocks_and_do_not_depend_on_chunks(kind, monkeypatch):
     drafter = drafter_of(kind).train()
@@ -88,6 +89,7 @@ def test_terms_are_those_of_single_blocks_and_do_not_depend_on_chunks(kind, monk
             ) < 1e-7  # norms are in float32
 
 
+@pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("kind", ["markov", "hmm"])
 def test_padding_and_joined_rows_change_nothing(kind):
     drafter, anchors = drafter_of(kind).train(), torch.tensor([[2, 5, 8]])
@@ -152,6 +154,7 @@ def test_what_block_verification_accepts_is_a_loss():
     assert drafter.markov_head.markov_w1.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.by_day("tokenahead", "speculators")
 @pytest.mark.parametrize("layout", ["tokenahead", "z-lab", "deepspec", "speculators"])
 def test_random_blocks_begin_where_a_recipe_lets_them_and_counts_are_expected_ones(layout):
     drafter = drafter_of("markov").train()
@@ -207,20 +210,17 @@ def test_distributions_along_a_text_are_those_of_decoding():
         torch.testing.assert_close(got[index].double(), want[0, :3], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_are_none_are_refused_by_name():
+    for options, message in [
         (dict(layout="vllm"), "layout='vllm'"),
         (dict(terms={"hinge": 1.0}), "hinge"),
         (dict(weights="linear"), "weights='linear'"),
         (dict(gamma=0.0), "gamma=0"),
         (dict(position_weighting="expected_calls", divergence="block"), "position_weighting"),
-    ],
-)
-def test_options_that_are_none_are_refused_by_name(options, message):
-    drafter = drafter_of("markov")
-    with pytest.raises(ValueError, match=message):
-        drafter.loss_options.update(**options)
+    ]:
+        drafter = drafter_of("markov")
+        with pytest.raises(ValueError, match=message):
+            drafter.loss_options.update(**options)
 
 
 def test_dpace_passes_over_places_that_do_not_count():
@@ -240,6 +240,7 @@ def test_dpace_passes_over_places_that_do_not_count():
     assert loss([4, 6], weights="dpace", terms={"labels": 1.0}) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.by_day("True-tokenahead", "False-z-lab", "True-deepspec", "False-speculators")
 @pytest.mark.parametrize("layout", ["tokenahead", "z-lab", "deepspec", "speculators"])
 @pytest.mark.parametrize("from_anchor", [True, False])
 def test_the_loss_of_a_row_does_not_depend_on_its_padding(layout, from_anchor):

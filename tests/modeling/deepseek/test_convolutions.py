@@ -53,6 +53,7 @@ def composed(model, files, hidden, embeds, real, has_norm):
         yield (hidden / text.logits_mup_width_multiplier) @ head.T, real
 
 
+@pytest.mark.by_day("near0-True", "near1-False", "near2-True")
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("near", [[], [0], [1]])
 @torch.no_grad()

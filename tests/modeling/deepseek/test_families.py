@@ -25,6 +25,16 @@ from tokenahead.configuration.mtp_families import FAMILIES, REFUSED, family_of
 from tokenahead.modeling.deepseek.conversion import main_class
 
 
+@pytest.mark.by_day(
+    "deepseek_v3",
+    "deepseek_v4",
+    "ernie4_5_moe",
+    "inkling_text",
+    "longcat_flash",
+    "nemotron_h",
+    "qwen3_next",
+    "qwen4_exp_text",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_family(name, tmp_path):
     count = most_modules(name)
@@ -45,6 +55,9 @@ def test_family(name, tmp_path):
         torch.testing.assert_close(plain(ids).logits, out.logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.by_day(
+    "deepseek_v3", "deepseek_v4", "inkling_text", "kimi_linear", "mimo_v2_flash", "nemotron_h", "qwen4_exp_text"
+)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_rows_one_by_one_with_a_cache_equal_rows_at_once(name):
@@ -109,6 +122,7 @@ def test_hidden_first_swaps_the_halves_of_the_projection():
     torch.testing.assert_close(model(ids).mtp_logits[0], expected)
 
 
+@pytest.mark.by_day("gemma", "qwen3")
 @pytest.mark.parametrize("name", RETROFITS)
 @torch.no_grad()
 def test_retrofit_starts_from_the_last_layer(name, tmp_path):
@@ -130,11 +144,11 @@ def test_retrofit_starts_from_the_last_layer(name, tmp_path):
     assert torch.equal(again(ids).mtp_logits[1], model(ids).mtp_logits[1])
 
 
-@pytest.mark.parametrize(("eh_init", "shares"), [("embedding", (1, 0)), ("hidden", (0, 1)), ("both", (0.5, 0.5))])
-def test_retrofit_projection(eh_init, shares):
+def test_retrofit_projection():
     backbone = AutoModelForCausalLM.from_config(family_config("llama", num_nextn_predict_layers=0))
-    weight = DeepSeekMTP.from_backbone(backbone, eh_init=eh_init).mtp[0].eh_proj.weight
-    assert torch.equal(weight, torch.cat([share * torch.eye(32) for share in shares], dim=1))
+    for eh_init, shares in (("embedding", (1, 0)), ("hidden", (0, 1)), ("both", (0.5, 0.5))):
+        weight = DeepSeekMTP.from_backbone(backbone, eh_init=eh_init).mtp[0].eh_proj.weight
+        assert torch.equal(weight, torch.cat([share * torch.eye(32) for share in shares], dim=1))
 
 
 @pytest.mark.core
@@ -164,6 +178,7 @@ def test_a_copy_is_a_model_of_its_own():
     assert other.mtp.config is other.config is other.main.config
 
 
+@pytest.mark.nightly
 def test_stateful_classes_are_replayed_or_refused_by_name():
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -203,10 +218,10 @@ def test_the_page_lists_every_family_in_the_table_where_it_belongs():
     assert set(REFUSED) <= refused | {f"{name}_text" for name in refused} and not set(REFUSED) & held
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "mellum", "longcat_flash"])
-def test_names_that_modules_would_share_leave_room_for_one(name):
-    with pytest.raises(ValueError, match=f"=2: .*{name}.* 1 module"):
-        family_config(name, 2)
+def test_names_that_modules_would_share_leave_room_for_one():
+    for name in ["qwen3_next", "nemotron_h", "mellum", "longcat_flash"]:
+        with pytest.raises(ValueError, match=f"=2: .*{name}.* 1 module"):
+            family_config(name, 2)
 
 
 def test_the_text_of_a_model_with_a_tower_is_loaded_alone_by_its_configuration(tmp_path):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.families import family_model, random_ids
 from tokenahead import DeepSeekMTP
-from tokenahead.modeling.deepseek.checkpoint_files import dequantize
+from tokenahead.modeling.deepseek.conversion import dequantize
 
 BLOCK = 32  # 48 rows end in the middle of a block, as 576 rows do in blocks of 128
 

@@ -124,6 +124,7 @@ def test_packed_documents_do_not_see_each_other():
     assert torch.equal(*losses)
 
 
+@pytest.mark.by_day("left")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_has_no_part_in_the_loss(side):
     model, ids = family_model("glm4_moe", num_nextn_predict_layers=2), random_ids(1, 10)
@@ -169,6 +170,7 @@ def test_options_are_checked_and_kept_in_the_folder(tmp_path):
     assert DeepSeekMTP.from_pretrained(tmp_path).loss_options == model.loss_options
 
 
+@pytest.mark.by_day("deepseek_v4", "mimo_v2_flash")
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4", "mimo_v2_flash", "qwen4_exp_text"])
 @torch.no_grad()
 def test_unrolled_rows_equal_those_of_drafting(name):

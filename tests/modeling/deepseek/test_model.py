@@ -57,6 +57,7 @@ def test_goldens(case):
     torch.testing.assert_close(model(ids, labels=ids).loss, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.by_day("dsv3_d2_trained", "qwen3_next_d1_trained")
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_keeps_every_byte_and_plain_transformers_reads_it(case, tmp_path):
     model = DeepSeekMTP.from_pretrained(GOLDENS / case)
@@ -87,6 +88,7 @@ def test_shards_are_written_with_an_index_and_leave_none_of_an_earlier_save(save
     assert not list(saved.glob("model-*"))
 
 
+@pytest.mark.nightly
 def test_saving_leaves_the_model_as_it_was(saved):
     model = DeepSeekMTP.from_pretrained(saved)
     before = model.config.to_dict()
@@ -94,6 +96,7 @@ def test_saving_leaves_the_model_as_it_was(saved):
     assert model.config.to_dict() == before and isinstance(model.config.dtype, torch.dtype)
 
 
+@pytest.mark.nightly
 def test_generate_needs_no_folder_even_after_saving(saved, tmp_path):
     model, ids = DeepSeekMTP.from_pretrained(saved), random_ids(1, 6)
     model.save_pretrained(tmp_path / "elsewhere")
@@ -135,6 +138,7 @@ def test_without_modules_it_is_the_plain_model(saved):
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
 
 
+@pytest.mark.nightly
 def test_loading_reports_no_unexpected_tensors(saved):
     for options in ({}, {"inference_only": True}):
         _, report = DeepSeekMTP.from_pretrained(saved, output_loading_info=True, **options)
@@ -166,6 +170,7 @@ def test_module_logits_only_where_they_are_wanted():
         model(ids, past_key_values=cache, output_mtp_logits=True)
 
 
+@pytest.mark.nightly
 def test_all_hidden_states_and_attentions():
     model, ids = family_model("llama", attn_implementation="eager"), random_ids()
     out = model(ids, output_hidden_states=True, output_attentions=True)
@@ -219,6 +224,7 @@ def test_wrong_shapes_are_refused(saved):
         DeepSeekMTP.from_pretrained(saved)
 
 
+@pytest.mark.nightly
 def test_a_damaged_file_is_refused(saved):
     data = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -268,12 +274,14 @@ def test_of_the_config_only_fields_of_modules_are_judged(fields, refused, tmp_pa
     assert DeepSeekMTP.from_pretrained(tmp_path / "copy", **options).num_modules == 1
 
 
+@pytest.mark.nightly
 def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
     with pytest.raises(ValueError, match="model_type=.gpt2"):
         DeepSeekMTP(config)
 
 
+@pytest.mark.nightly
 def test_variants_of_files_are_found(saved):
     (saved / "model.safetensors").rename(saved / "model.fp16.safetensors")
     assert DeepSeekMTP.from_pretrained(saved, variant="fp16").num_modules == 2
@@ -281,6 +289,7 @@ def test_variants_of_files_are_found(saved):
         DeepSeekMTP.from_pretrained(saved, variant="bf16")
 
 
+@pytest.mark.by_day("inferred")
 @pytest.mark.parametrize("devices", ["inferred", {"main": "cpu", "mtp": "cpu"}, {"": "cpu"}])
 def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
     from accelerate import infer_auto_device_map
@@ -295,6 +304,7 @@ def test_a_device_map_may_be_inferred_from_the_model(devices, saved):
     torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.by_day("cpu-disk")
 @pytest.mark.parametrize("main, mtp", [("cpu", "disk"), ("disk", "cpu")])
 @torch.no_grad()
 def test_parts_may_lie_on_different_devices(main, mtp, saved, tmp_path):
@@ -329,6 +339,7 @@ def test_a_state_dict_loads_without_a_directory():
         DeepSeekMTP.from_pretrained(None, config=model.config, state_dict={})
 
 
+@pytest.mark.by_day("deepseek_v3")
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
 def test_a_model_made_on_the_meta_device_initialises_itself(name):
     config = family_config(name, 1)
@@ -343,6 +354,7 @@ def test_a_model_made_on_the_meta_device_initialises_itself(name):
     assert all(0.5 * stds[key] < model.state_dict()[key].std() < 2 * stds[key] for key in stds)
 
 
+@pytest.mark.nightly
 def test_transformers_assisted_loop_does_not_run_on_a_recurrent_main_model():
     model, assistant, ids = family_model("qwen3_next"), family_model("llama"), random_ids(1, 9)
     options = {"do_sample": False, "max_new_tokens": 8}

@@ -163,6 +163,10 @@ def test_minimax_m3(tmp_path):
         torch.testing.assert_close(found[k], want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.by_day(
+    "glm4v_moe-transformers.models.glm4v_moe.modeling_glm4v_moe-Glm4vMoeText",
+    "qwen3_5-transformers.models.qwen3_5.modeling_qwen3_5-Qwen3_5",
+)
 @pytest.mark.parametrize(
     ("name", "of", "kind"),
     [

@@ -19,48 +19,47 @@ def exported(head, folder, layout):
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-@pytest.mark.core_cases("official")
-@pytest.mark.parametrize("layout", ["official", "specforge", "speculators", "vllm", "sglang"])
-def test_every_layout_of_version_3_comes_back(layout, tmp_path):
-    case = golden_case("eagle3_llama", aux_layers=[2, 4, 5])
-    config, tensors = exported(case.head, tmp_path, layout)
-    assert torch.equal(teacher_forced(golden_case("eagle3_llama", tmp_path))[2], teacher_forced(case)[2])
-    assert tensors["d2t"].shape == (48,) and tensors["d2t"].dtype == torch.int64
-    assert tensors["t2d"].dtype == torch.bool and int(tensors["t2d"].sum()) == 48
-    first = "layers.0" if layout == "speculators" else "midlayer"
-    assert tensors[f"{first}.self_attn.q_proj.weight"].shape == (32, 64)
-    assert ("embed_tokens.weight" in tensors) == (layout == "speculators")
-    assert config[AUX] == [2, 4, 5] and config["norm_before_residual"] is False
-    if layout == "speculators":
-        assert config["transformer_layer_config"]["head_dim"] == 8
-    else:
-        assert config["eagle_config"] == {"use_aux_hidden_state": True, AUX: [1, 3, 4]}
-        expected = "LlamaForCausalLM" if layout == "official" else "LlamaForCausalLMEagle3"
-        assert config["architectures"] == [expected] and config["model_type"] == "llama"
+@pytest.mark.core
+def test_every_layout_of_version_3_comes_back(tmp_path):
+    for layout in ["official", "specforge", "speculators", "vllm", "sglang"]:
+        case = golden_case("eagle3_llama", aux_layers=[2, 4, 5])
+        config, tensors = exported(case.head, tmp_path, layout)
+        assert torch.equal(teacher_forced(golden_case("eagle3_llama", tmp_path))[2], teacher_forced(case)[2])
+        assert tensors["d2t"].shape == (48,) and tensors["d2t"].dtype == torch.int64
+        assert tensors["t2d"].dtype == torch.bool and int(tensors["t2d"].sum()) == 48
+        first = "layers.0" if layout == "speculators" else "midlayer"
+        assert tensors[f"{first}.self_attn.q_proj.weight"].shape == (32, 64)
+        assert ("embed_tokens.weight" in tensors) == (layout == "speculators")
+        assert config[AUX] == [2, 4, 5] and config["norm_before_residual"] is False
+        if layout == "speculators":
+            assert config["transformer_layer_config"]["head_dim"] == 8
+        else:
+            assert config["eagle_config"] == {"use_aux_hidden_state": True, AUX: [1, 3, 4]}
+            expected = "LlamaForCausalLM" if layout == "official" else "LlamaForCausalLMEagle3"
+            assert config["architectures"] == [expected] and config["model_type"] == "llama"
 
 
-@pytest.mark.parametrize("layout", ["specforge", "vllm"])
-def test_a_map_of_the_whole_vocabulary_is_left_out_where_its_reader_stops_at_one(layout, tmp_path):
-    head = EagleHead.from_backbone(tiny_backbone())
-    _, tensors = exported(head, tmp_path, layout)
-    assert head.config.draft_vocab_size == head.config.vocab_size and ("d2t" in tensors) == (layout != "vllm")
+def test_a_map_of_the_whole_vocabulary_is_left_out_where_its_reader_stops_at_one(tmp_path):
+    for layout in ["specforge", "vllm"]:
+        head = EagleHead.from_backbone(tiny_backbone())
+        _, tensors = exported(head, tmp_path, layout)
+        assert head.config.draft_vocab_size == head.config.vocab_size and ("d2t" in tensors) == (layout != "vllm")
 
 
-@pytest.mark.parametrize("layout", ["official", "vllm", "sglang"])
-def test_every_layout_of_version_1_comes_back(layout, tmp_path):
-    base = tiny_backbone()
-    head = EagleHead.from_backbone(base, version=1)
-    config, tensors = exported(head, tmp_path, layout)
-    assert config["architectures"] == ["LlamaForCausalLMEagle" if layout == "sglang" else "LlamaForCausalLM"]
-    assert ("fc.bias" in tensors) == (layout == "sglang") and not any("input_layernorm" in name for name in tensors)
-    again = EagleHead.from_pretrained(tmp_path).eval().attach(base)
-    states = base(IDS, output_hidden_states=True).hidden_states
-    assert torch.equal(again.step(again.fuse(states), IDS)[1], head.step(head.fuse(states), IDS)[1])
+def test_every_layout_of_version_1_comes_back(tmp_path):
+    for layout in ["official", "vllm", "sglang"]:
+        base = tiny_backbone()
+        head = EagleHead.from_backbone(base, version=1)
+        config, tensors = exported(head, tmp_path, layout)
+        assert config["architectures"] == ["LlamaForCausalLMEagle" if layout == "sglang" else "LlamaForCausalLM"]
+        assert ("fc.bias" in tensors) == (layout == "sglang") and not any("input_layernorm" in name for name in tensors)
+        again = EagleHead.from_pretrained(tmp_path).eval().attach(base)
+        states = base(IDS, output_hidden_states=True).hidden_states
+        assert torch.equal(again.step(again.fuse(states), IDS)[1], head.step(head.fuse(states), IDS)[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "layouts"),
-    [
+def test_options_come_back_from_the_layouts_that_know_them(tmp_path):
+    for options, layouts in [
         (dict(fc_norm=True, norm_output=True), ["specforge", "speculators", "vllm", "sglang"]),
         (dict(norm_before_fc=True, norm_before_residual=True), ["speculators", "vllm"]),
         (dict(qk_norm=True, head_dim=16), ["speculators"]),
@@ -71,22 +70,18 @@ def test_every_layout_of_version_1_comes_back(layout, tmp_path):
             ["official"],
         ),
         (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}), ["sglang", "vllm"]),
-    ],
-    ids=str,
-)
-def test_options_come_back_from_the_layouts_that_know_them(options, layouts, tmp_path):
-    base = tiny_backbone()
-    head = EagleHead.from_backbone(base, **options).eval()
-    states = base(IDS, output_hidden_states=True).hidden_states
-    for layout in layouts:
-        head.export(tmp_path / layout, layout=layout)
-        again = EagleHead.from_pretrained(tmp_path / layout).eval().attach(base)
-        assert torch.equal(again.step(again.fuse(states), IDS)[1], head.step(head.fuse(states), IDS)[1])
+    ]:
+        base = tiny_backbone()
+        head = EagleHead.from_backbone(base, **options).eval()
+        states = base(IDS, output_hidden_states=True).hidden_states
+        for layout in layouts:
+            head.export(tmp_path / layout, layout=layout)
+            again = EagleHead.from_pretrained(tmp_path / layout).eval().attach(base)
+            assert torch.equal(again.step(again.fuse(states), IDS)[1], head.step(head.fuse(states), IDS)[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "layout", "message"),
-    [
+def test_what_a_reader_would_misread_is_refused(tmp_path):
+    for options, layout, message in [
         (dict(norm_output=True), "official", "norm_output"),
         (dict(head_dim=16), "official", "head_dim.*16"),
         (dict(num_hidden_layers=2), "official", "layer.*2"),
@@ -102,20 +97,17 @@ def test_options_come_back_from_the_layouts_that_know_them(options, layouts, tmp
         (dict(version=1, draft_vocab_size=9), "official", "draft_vocab_size=9"),
         (dict(version=1), "specforge", "layout.*3"),
         (dict(), "gguf", "layout='gguf'"),
-    ],
-    ids=str,
-)
-def test_what_a_reader_would_misread_is_refused(options, layout, message, tmp_path):
-    head = EagleHead.from_backbone(tiny_backbone(), **options)
-    with pytest.raises(ValueError, match=message):
-        head.export(tmp_path / "folder", layout=layout)
-    assert not (tmp_path / "folder").exists()
+    ]:
+        head = EagleHead.from_backbone(tiny_backbone(), **options)
+        with pytest.raises(ValueError, match=message):
+            head.export(tmp_path / "folder", layout=layout)
+        assert not (tmp_path / "folder").exists()
 
 
-@pytest.mark.parametrize("layout", ["official", "vllm", "speculators"])
-def test_ids_that_begin_with_1_come_back(layout, tmp_path):
-    EagleHead.from_backbone(tiny_backbone(), aux_layers=[1, 2]).export(tmp_path, layout=layout)
-    assert EagleHead.from_pretrained(tmp_path).config.aux_layers == [1, 2]
+def test_ids_that_begin_with_1_come_back(tmp_path):
+    for layout in ["official", "vllm", "speculators"]:
+        EagleHead.from_backbone(tiny_backbone(), aux_layers=[1, 2]).export(tmp_path, layout=layout)
+        assert EagleHead.from_pretrained(tmp_path).config.aux_layers == [1, 2]
 
 
 @pytest.mark.core

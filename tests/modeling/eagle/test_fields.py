@@ -62,26 +62,21 @@ def test_deepspecs_heads_name_the_layers_whose_outputs_they_read(tmp_path):
     assert again.config.aux_layers == [2, 3, 4, 6, 7]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_what_describes_deepspecs_target_changes_nothing(tmp_path):
+    for changes in [
         {AUX: [2, 3, 4, 6, 7]},
         {"sliding_window": 4, "use_sliding_window": False, "layer_types": ["full_attention"]},
         {"partial_rotary_factor": 0.25, "attn_output_gate": True, "rope_parameters": {"mrope_section": [1, 1, 2]}},
         {"rope_theta": 77.0, "rope_scaling": {"rope_type": "default", "rope_theta": 5000.0}},
-    ],
-    ids=str,
-)
-def test_what_describes_deepspecs_target_changes_nothing(changes, tmp_path):
-    made(tmp_path, DEEPSPEC, aux_layers=[2, 3, 4, 6, 7])
-    config = EagleHead.from_pretrained(edited(tmp_path, **changes)).config
-    assert config.aux_layers == [2, 3, 4, 6, 7]
-    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+    ]:
+        made(tmp_path, DEEPSPEC, aux_layers=[2, 3, 4, 6, 7])
+        config = EagleHead.from_pretrained(edited(tmp_path, **changes)).config
+        assert config.aux_layers == [2, 3, 4, 6, 7]
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
+def test_what_deepspecs_config_must_not_say(tmp_path):
+    for changes, names in [
         ({AUX: [1, 2, 3, 5, 6]}, rf"{AUX}.*target_layer_ids"),
         ({"rope_theta": None}, "rope_theta"),
         ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model"),
@@ -90,13 +85,10 @@ def test_what_describes_deepspecs_target_changes_nothing(changes, tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2.*1"),
         ({"attention_bias": True}, "attention_bias=True"),
-    ],
-    ids=str,
-)
-def test_what_deepspecs_config_must_not_say(changes, names, tmp_path):
-    made(tmp_path, DEEPSPEC, aux_layers=[2, 3, 4, 6, 7])
-    with pytest.raises(ValueError, match=names):
-        EagleHead.from_pretrained(edited(tmp_path, **changes))
+    ]:
+        made(tmp_path, DEEPSPEC, aux_layers=[2, 3, 4, 6, 7])
+        with pytest.raises(ValueError, match=names):
+            EagleHead.from_pretrained(edited(tmp_path, **changes))
 
 
 def test_the_mask_token_of_specforges_p_eagle_is_passed(tmp_path):
@@ -120,12 +112,10 @@ def test_the_mask_token_of_specforges_p_eagle_is_passed(tmp_path):
             EagleHead.from_pretrained(edited(tmp_path, **changes))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"mask_token_id": 3}, {"parallel_drafting": True}, {"architectures": ["PEagleDraftModel"]}], ids=str
-)
-def test_rows_at_once_need_their_learned_state(changes, tmp_path):
-    with pytest.raises(ValueError, match="mask_hidden"):
-        EagleHead.from_pretrained(rewritten(tmp_path, {"rope_theta": 1e4} | changes))
+def test_rows_at_once_need_their_learned_state(tmp_path):
+    for changes in [{"mask_token_id": 3}, {"parallel_drafting": True}, {"architectures": ["PEagleDraftModel"]}]:
+        with pytest.raises(ValueError, match="mask_hidden"):
+            EagleHead.from_pretrained(rewritten(tmp_path, {"rope_theta": 1e4} | changes))
 
 
 def test_nemos_config_is_a_copy_of_the_targets(tmp_path):
@@ -153,14 +143,16 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", HARMLESS, ids=str)
-def test_fields_that_change_nothing(changes, tmp_path):
-    found = EagleHead.from_pretrained(rewritten(tmp_path, changes))
-    expected = EagleHead.from_pretrained(OFFICIAL)
-    assert (
-        found.config.rope_parameters == expected.config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
-    )
-    same(expected, found)
+def test_fields_that_change_nothing(tmp_path):
+    for changes in HARMLESS:
+        found = EagleHead.from_pretrained(rewritten(tmp_path, changes))
+        expected = EagleHead.from_pretrained(OFFICIAL)
+        assert (
+            found.config.rope_parameters
+            == expected.config.rope_parameters
+            == {"rope_type": "default", "rope_theta": 1e4}
+        )
+        same(expected, found)
 
 
 REFUSED = [
@@ -183,10 +175,10 @@ def last_name(changes):
     return last_name(value) if isinstance(value, dict) and "quantization_config" not in changes else [*changes][-1]
 
 
-@pytest.mark.parametrize("changes", REFUSED, ids=str)
-def test_fields_that_may_change_the_network_are_refused_by_name(changes, tmp_path):
-    with pytest.raises(ValueError, match=changes.get("architectures", [last_name(changes)])[0]):
-        EagleHead.from_pretrained(rewritten(tmp_path, changes))
+def test_fields_that_may_change_the_network_are_refused_by_name(tmp_path):
+    for changes in REFUSED:
+        with pytest.raises(ValueError, match=changes.get("architectures", [last_name(changes)])[0]):
+            EagleHead.from_pretrained(rewritten(tmp_path, changes))
 
 
 @pytest.mark.parametrize("level", ["", "transformer_layer_config__", "speculators_config__"])

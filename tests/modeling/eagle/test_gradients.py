@@ -5,7 +5,7 @@ import torch
 
 from tests.eagle_models import tiny_backbone
 from tokenahead import EagleHead
-from tokenahead.modeling.eagle import steps
+from tokenahead.modeling.eagle import losses as eagle_losses
 
 IDS = torch.randint(2, 64, (2, 26), generator=torch.Generator().manual_seed(5))
 
@@ -36,7 +36,7 @@ def test_a_head_in_another_state_has_the_same_gradients(hold, monkeypatch):
     if hold == "hook":
         head.lm_head.register_forward_hook(lambda *_: called.append(1))
     else:
-        monkeypatch.setattr(steps, "has_products", lambda *_: False)
+        monkeypatch.setattr(eagle_losses, "has_products", lambda *_: False)
     by_autograd = learned(head)
     assert by_products.keys() == by_autograd.keys() and ("lm_head.weight" in by_products) == (hold != "frozen")
     for name, gradient in by_products.items():
@@ -53,7 +53,7 @@ def test_backward_runs_once():
 
 
 def test_rows_before_the_first_target_run_no_later_step(monkeypatch):
-    monkeypatch.setattr(steps, "BLOCK", 4)
+    monkeypatch.setattr(eagle_losses, "BLOCK", 4)
     head, rows = head_of({"steps": 3}), []
     own = head.rows
     monkeypatch.setattr(head, "rows", lambda features, *rest: (rows.append(features.shape[1]), own(features, *rest))[1])

@@ -26,13 +26,13 @@ def rewritten(folder, config=None, tensors=None):
     return folder
 
 
-@pytest.mark.parametrize("layout", ["specforge", "speculators"])
-def test_every_layout_is_the_same_head(layout, tmp_path):
-    folder = foreign_folder(layout, tmp_path)
-    case = golden_case("eagle3_llama", folder)
-    assert case.head.config.layout == layout and case.head.config.aux_layers == [2, 4, 5]
-    real = case.golden["attention_mask"].bool()[:, :-1]
-    torch.testing.assert_close(teacher_forced(case)[2][real], case.golden["logits"][real], atol=1e-4, rtol=0)
+def test_every_layout_is_the_same_head(tmp_path):
+    for layout in ["specforge", "speculators"]:
+        folder = foreign_folder(layout, tmp_path)
+        case = golden_case("eagle3_llama", folder)
+        assert case.head.config.layout == layout and case.head.config.aux_layers == [2, 4, 5]
+        real = case.golden["attention_mask"].bool()[:, :-1]
+        torch.testing.assert_close(teacher_forced(case)[2][real], case.golden["logits"][real], atol=1e-4, rtol=0)
 
 
 def test_names_of_other_writers_are_understood(tmp_path):
@@ -43,18 +43,20 @@ def test_names_of_other_writers_are_understood(tmp_path):
     assert torch.equal(teacher_forced(case)[2], teacher_forced(golden_case("eagle3_llama"))[2])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_official_folder_round_trips_in_its_layout(name, tmp_path):
-    case = golden_case(name)
-    case.head.save_pretrained(tmp_path)
-    before = torch.load(DATA / name / "official" / "pytorch_model.bin", weights_only=True) if name != CASES[1] else None
-    if before is None:
-        before = load_file(DATA / name / "official" / "model.safetensors")
-    after = load_file(tmp_path / "model.safetensors")
-    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
-    again = golden_case(name, tmp_path)
-    assert again.head.config.layout == "official"
-    assert torch.equal(teacher_forced(again)[2], teacher_forced(case)[2])
+def test_an_official_folder_round_trips_in_its_layout(tmp_path):
+    for name in CASES:
+        case = golden_case(name)
+        case.head.save_pretrained(tmp_path)
+        before = (
+            torch.load(DATA / name / "official" / "pytorch_model.bin", weights_only=True) if name != CASES[1] else None
+        )
+        if before is None:
+            before = load_file(DATA / name / "official" / "model.safetensors")
+        after = load_file(tmp_path / "model.safetensors")
+        assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+        again = golden_case(name, tmp_path)
+        assert again.head.config.layout == "official"
+        assert torch.equal(teacher_forced(again)[2], teacher_forced(case)[2])
 
 
 def test_a_resumed_trainer_reads_the_folders_own_names(tmp_path):
@@ -66,38 +68,30 @@ def test_a_resumed_trainer_reads_the_folders_own_names(tmp_path):
     assert all(torch.equal(value, case.head.state_dict()[name]) for name, value in fresh.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
+def test_two_conventions_of_auxiliary_layers(tmp_path):
+    for config, expected in [
         ({}, None),
         ({AUX: [1, 3, 4]}, [1, 3, 4]),
         ({"eagle_config": {AUX: [1, 3, 4]}}, [2, 4, 5]),
         ({"eagle_config": {AUX: [2, 4, 5]}}, [2, 4, 5]),
         ({AUX: [2, 4, 5], "eagle_config": {AUX: [1, 3, 4]}}, [2, 4, 5]),
-    ],
-    ids=str,
-)
-def test_two_conventions_of_auxiliary_layers(config, expected, tmp_path):
-    head = EagleHead.from_pretrained(rewritten(tmp_path, config))
-    assert head.config.aux_layers == expected
-    assert EagleHead.from_pretrained(tmp_path, aux_layers=[3, 3, 6]).config.aux_layers == [3, 3, 6]
+    ]:
+        head = EagleHead.from_pretrained(rewritten(tmp_path, config))
+        assert head.config.aux_layers == expected
+        assert EagleHead.from_pretrained(tmp_path, aux_layers=[3, 3, 6]).config.aux_layers == [3, 3, 6]
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
+def test_rope_is_the_folders(tmp_path):
+    for config, expected in [
         ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_type": "default", "rope_theta": 7.0}),
-    ],
-    ids=str,
-)
-def test_rope_is_the_folders(config, expected, tmp_path):
-    rope = EagleHead.from_pretrained(rewritten(tmp_path, config)).config.rope_parameters
-    assert {name: rope[name] for name in expected} == expected
+    ]:
+        rope = EagleHead.from_pretrained(rewritten(tmp_path, config)).config.rope_parameters
+        assert {name: rope[name] for name in expected} == expected
 
 
 def test_what_a_missing_field_means_can_be_said(tmp_path):
@@ -150,11 +144,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "tensors", "message"), REFUSED, ids=[message[:24] for *_, message in REFUSED])
-def test_bad_folders_are_refused_by_name(config, tensors, message, tmp_path):
-    with pytest.raises(ValueError, match=message) as refusal:
-        EagleHead.from_pretrained(rewritten(tmp_path, config, tensors))
-    assert "None: " not in str(refusal.value)
+def test_bad_folders_are_refused_by_name(tmp_path):
+    for config, tensors, message in REFUSED:
+        with pytest.raises(ValueError, match=message) as refusal:
+            EagleHead.from_pretrained(rewritten(tmp_path, config, tensors))
+        assert "None: " not in str(refusal.value)
 
 
 LACKS_NORM = {"midlayer.hidden_norm.weight": None}
@@ -167,34 +161,30 @@ NAMED_SO = [
 ]
 
 
-@pytest.mark.parametrize(("config", "tensors"), NAMED_SO, ids=range(len(NAMED_SO)))
-def test_a_head_that_lacks_tensors_is_still_a_head(config, tensors, tmp_path):
-    folder = rewritten(tmp_path, {"model_type": "llama"} | config, LACKS_NORM | tensors)
-    assert drafter_class(folder) is EagleHead
+def test_a_head_that_lacks_tensors_is_still_a_head(tmp_path):
+    for config, tensors in NAMED_SO:
+        folder = rewritten(tmp_path, {"model_type": "llama"} | config, LACKS_NORM | tensors)
+        assert drafter_class(folder) is EagleHead
 
 
-@pytest.mark.parametrize("config", [{"architectures": [1]}, {"architectures": 1}, {"eagle_config": "x"}], ids=str)
-def test_fields_of_other_types_name_no_head(config, tmp_path):
-    config = {"model_type": "llama", "architectures": None, "draft_vocab_size": None} | config
-    tensors = LACKS_NORM | {"d2t": None, "t2d": None}
-    assert drafter_class(rewritten(tmp_path, config, tensors)) is None
+def test_fields_of_other_types_name_no_head(tmp_path):
+    for config in [{"architectures": [1]}, {"architectures": 1}, {"eagle_config": "x"}]:
+        config = {"model_type": "llama", "architectures": None, "draft_vocab_size": None} | config
+        tensors = LACKS_NORM | {"d2t": None, "t2d": None}
+        assert drafter_class(rewritten(tmp_path, config, tensors)) is None
 
 
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
+def test_bad_draft_vocabularies_of_our_own_layout_are_refused(tmp_path):
+    for offsets, message in [
         (torch.full((48,), 60), "d2t .*107"),
         (-torch.arange(48), "d2t .*once"),
-    ],
-    ids=["out of range", "twice"],
-)
-def test_bad_draft_vocabularies_of_our_own_layout_are_refused(offsets, message, tmp_path):
-    head = EagleHead.from_pretrained(OFFICIAL)
-    head.config.layout = "tokenahead"
-    head.d2t.copy_(offsets)
-    head.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        EagleHead.from_pretrained(tmp_path)
+    ]:
+        head = EagleHead.from_pretrained(OFFICIAL)
+        head.config.layout = "tokenahead"
+        head.d2t.copy_(offsets)
+        head.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            EagleHead.from_pretrained(tmp_path)
 
 
 def test_ids_may_ask_for_too_many_layers(tmp_path):
@@ -206,13 +196,13 @@ def test_ids_may_ask_for_too_many_layers(tmp_path):
 SIZES = ("vocab_size", "draft_vocab_size", "intermediate_size", "num_key_value_heads")
 
 
-@pytest.mark.parametrize("unsaid", [*((name,) for name in SIZES), SIZES, (*SIZES, "num_attention_heads")], ids=str)
-def test_sizes_that_a_config_leaves_out_are_those_of_the_tensors(unsaid, tmp_path):
-    fields = dict.fromkeys(unsaid) | ({"head_dim": 8} if "num_attention_heads" in unsaid else {})
-    head, expected = EagleHead.from_pretrained(rewritten(tmp_path, fields)), EagleHead.from_pretrained(OFFICIAL)
-    for name in (*SIZES, "num_attention_heads", "head_dim"):
-        assert getattr(head.config, name) == getattr(expected.config, name), name
-    assert all(torch.equal(value, head.state_dict()[name]) for name, value in expected.state_dict().items())
+def test_sizes_that_a_config_leaves_out_are_those_of_the_tensors(tmp_path):
+    for unsaid in [*((name,) for name in SIZES), SIZES, (*SIZES, "num_attention_heads")]:
+        fields = dict.fromkeys(unsaid) | ({"head_dim": 8} if "num_attention_heads" in unsaid else {})
+        head, expected = EagleHead.from_pretrained(rewritten(tmp_path, fields)), EagleHead.from_pretrained(OFFICIAL)
+        for name in (*SIZES, "num_attention_heads", "head_dim"):
+            assert getattr(head.config, name) == getattr(expected.config, name), name
+        assert all(torch.equal(value, head.state_dict()[name]) for name, value in expected.state_dict().items())
 
 
 def test_sizes_that_no_tensor_shows_are_refused(tmp_path):
@@ -221,14 +211,15 @@ def test_sizes_that_no_tensor_shows_are_refused(tmp_path):
             EagleHead.from_pretrained(rewritten(tmp_path, fields, tensors))
 
 
-@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": None}], ids=str)
-def test_a_draft_vocabulary_without_its_map(fields, tmp_path):
-    head = EagleHead.from_pretrained(rewritten(tmp_path, fields, {"d2t": None}))  # t2d names the tokens, too
-    assert torch.equal(head.d2t, EagleHead.from_pretrained(OFFICIAL).d2t)
-    with pytest.raises(ValueError, match=f"^{tmp_path}: .*d2t"):
-        EagleHead.from_pretrained(rewritten(tmp_path, fields, {"d2t": None, "t2d": None}))
+def test_a_draft_vocabulary_without_its_map(tmp_path):
+    for fields in [{}, {"draft_vocab_size": None}]:
+        head = EagleHead.from_pretrained(rewritten(tmp_path, fields, {"d2t": None}))  # t2d names the tokens, too
+        assert torch.equal(head.d2t, EagleHead.from_pretrained(OFFICIAL).d2t)
+        with pytest.raises(ValueError, match=f"^{tmp_path}: .*d2t"):
+            EagleHead.from_pretrained(rewritten(tmp_path, fields, {"d2t": None, "t2d": None}))
 
 
+@pytest.mark.by_day("vllm")
 @pytest.mark.parametrize("layout", ["official", "vllm", "speculators"])
 def test_layers_that_no_config_names_are_said_and_can_be_passed(layout, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
@@ -275,9 +266,8 @@ def test_another_familys_folder_is_refused(tmp_path):
         EagleHead.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_contradictory_options_are_refused():
+    for options, message in [
         ({"version": 2}, "version=2"),
         ({"version": 1, "fc_norm": True}, "fc_norm.*3"),
         ({"draft_vocab_size": 65}, "draft_vocab_size=.*65.*1.*vocab_size=.*64"),
@@ -287,9 +277,6 @@ def test_another_familys_folder_is_refused(tmp_path):
         ({"aux_layers": []}, "aux_layers"),
         ({"head_dim": 7}, "head_dim=.*7"),
         ({"layout": "gguf"}, "layout='gguf'"),
-    ],
-    ids=str,
-)
-def test_contradictory_options_are_refused(options, message):
-    with pytest.raises(StrictDataclassError, match=message):
-        EagleHeadConfig(**(dict(hidden_size=32, num_attention_heads=4, vocab_size=64) | options))
+    ]:
+        with pytest.raises(StrictDataclassError, match=message):
+            EagleHeadConfig(**(dict(hidden_size=32, num_attention_heads=4, vocab_size=64) | options))

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments
 from tests.eagle_models import CASES, golden_case, tiny_backbone
 from tokenahead import EagleHead
 from tokenahead.configuration.loss_options import EagleLossOptions
-from tokenahead.modeling.eagle import steps as eagle_steps
+from tokenahead.modeling.eagle import losses as eagle_losses
 
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
 
@@ -21,11 +21,12 @@ def training_case(name):
     return case.head, golden, lambda: case.head(golden["train_input_ids"], **inputs)
 
 
+@pytest.mark.by_day("eagle3_llama-5", "eagle1_llama-128", "hass_qwen2-5")
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_the_official_ones(name, block, monkeypatch):
-    monkeypatch.setattr(eagle_steps, "BLOCK", block)
-    monkeypatch.setattr(eagle_steps, "LOGITS_PER_CHUNK", 700)
+    monkeypatch.setattr(eagle_losses, "BLOCK", block)
+    monkeypatch.setattr(eagle_losses, "LOGITS_PER_CHUNK", 700)
     head, golden, run = training_case(name)
     out = run()
     torch.testing.assert_close(out.step_losses, golden["step_losses"], atol=1e-4, rtol=0)
@@ -57,21 +58,24 @@ def learn(head):
 OBJECTIVES = [(3, {}), (1, {}), (1, {"objective": "hass"})]
 
 
-@pytest.mark.parametrize(("version", "options"), OBJECTIVES, ids=["ttt", "eagle1", "hass"])
-def test_padding_and_packing_change_nothing(version, options):
-    head = head_and_batch(version, loss_options=options)
-    short, long = IDS[:1, :9], IDS[1:, :20]
-    alone = [head(ids, labels=ids) for ids in (short, long)]
-    counts = [torch.arange(len(short[0]) - 2, 0, -1), torch.arange(len(long[0]) - 2, 0, -1)]
-    counts = torch.stack([c[: len(alone[0].step_losses)] for c in counts])
-    counts = counts[:, :1].expand_as(counts) if options else counts
-    expected = sum(out.step_losses * count for out, count in zip(alone, counts)) / counts.sum(0)
-    pad = torch.nn.functional.pad
-    for side in ((0, 11), (11, 0)):
-        ids, mask = torch.cat([pad(short, side, value=7), long]), torch.cat([pad(short * 0 + 1, side), long * 0 + 1])
-        torch.testing.assert_close(head(ids, labels=ids, attention_mask=mask).step_losses, expected)
-    packed, positions = torch.cat([short, long], 1), torch.cat([torch.arange(9), torch.arange(20)])[None]
-    torch.testing.assert_close(head(packed, labels=packed, position_ids=positions).step_losses, expected)
+def test_padding_and_packing_change_nothing():
+    for version, options in OBJECTIVES:
+        head = head_and_batch(version, loss_options=options)
+        short, long = IDS[:1, :9], IDS[1:, :20]
+        alone = [head(ids, labels=ids) for ids in (short, long)]
+        counts = [torch.arange(len(short[0]) - 2, 0, -1), torch.arange(len(long[0]) - 2, 0, -1)]
+        counts = torch.stack([c[: len(alone[0].step_losses)] for c in counts])
+        counts = counts[:, :1].expand_as(counts) if options else counts
+        expected = sum(out.step_losses * count for out, count in zip(alone, counts)) / counts.sum(0)
+        pad = torch.nn.functional.pad
+        for side in ((0, 11), (11, 0)):
+            ids, mask = (
+                torch.cat([pad(short, side, value=7), long]),
+                torch.cat([pad(short * 0 + 1, side), long * 0 + 1]),
+            )
+            torch.testing.assert_close(head(ids, labels=ids, attention_mask=mask).step_losses, expected)
+        packed, positions = torch.cat([short, long], 1), torch.cat([torch.arange(9), torch.arange(20)])[None]
+        torch.testing.assert_close(head(packed, labels=packed, position_ids=positions).step_losses, expected)
 
 
 def test_ignored_labels_do_not_count_and_are_still_read():
@@ -83,6 +87,7 @@ def test_ignored_labels_do_not_count_and_are_still_read():
     torch.testing.assert_close(head(IDS, labels=labels).step_losses, part)
 
 
+@pytest.mark.by_day("3-options0-cross_entropy", "1-options2-block", "3-options3-cross_entropy")
 @pytest.mark.parametrize("divergence", ["cross_entropy", "block"])
 @pytest.mark.parametrize(("version", "options"), [*OBJECTIVES, (3, {"draft_ids": torch.arange(0, 64, 2)})])
 def test_rows_without_targets_have_no_logits(version, options, divergence, monkeypatch):
@@ -91,10 +96,10 @@ def test_rows_without_targets_have_no_logits(version, options, divergence, monke
     head = head_and_batch(version, loss_options={"divergence": divergence, **objective}, **rest)
     labels, drafted, taught = IDS.clone(), [], []
     labels[:, :14], steps = -100, head(IDS, labels=IDS).step_losses.numel()
-    own, backbone, by_products = head.draft_logits, head.backbone_logits, eagle_steps.product_terms
+    own, backbone, by_products = head.draft_logits, head.backbone_logits, eagle_losses.product_terms
     monkeypatch.setattr(head, "draft_logits", lambda rows: (drafted.append(len(rows)), own(rows))[1])
     monkeypatch.setattr(
-        eagle_steps,
+        eagle_losses,
         "product_terms",
         lambda _, rows, *given: (drafted.append(len(rows)), by_products(_, rows, *given))[1],
     )
@@ -124,7 +129,7 @@ def test_a_step_of_training_is_a_step_of_drafting():
     prefix = 8
     with torch.no_grad():
         states = head.backbone(IDS, output_hidden_states=True).hidden_states
-        cache, features = eagle_steps.DynamicCache(), head.fuse(states)[:, :prefix]
+        cache, features = eagle_losses.DynamicCache(), head.fuse(states)[:, :prefix]
         ids = IDS[:, 1 : prefix + 1]
         for step in range(3):
             features = head.rows(features, ids, past_key_values=cache)[:, -1:]
@@ -136,22 +141,23 @@ def test_a_step_of_training_is_a_step_of_drafting():
     torch.testing.assert_close(head(IDS, labels=labels).step_losses[2], expected)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_rows_outside_the_draft_vocabulary_count_and_add_nothing(version):
-    base = tiny_backbone()
-    best = base(IDS).logits[:, 1:-1].argmax(-1)
-    common = best.unique()[:5]
-    options = {"steps": 1} if version == 3 else {}
-    head = EagleHead.from_backbone(base, version=version, draft_ids=common, loss_options=options)
-    drafted = torch.isin(best, common)
-    states = base(IDS, output_hidden_states=True)
-    features = head.rows(head.fuse(states.hidden_states)[:, :-2], IDS[:, 1:-1])
-    distribution = states.logits[:, 1:-1, common].softmax(-1)
-    terms = -(distribution * head.draft_logits(features).log_softmax(-1)).sum(-1)
-    assert 0 < drafted.sum() < drafted.numel()
-    torch.testing.assert_close(head(IDS, labels=IDS).step_losses, terms[drafted].sum()[None] / drafted.numel())
+def test_rows_outside_the_draft_vocabulary_count_and_add_nothing():
+    for version in [1, 3]:
+        base = tiny_backbone()
+        best = base(IDS).logits[:, 1:-1].argmax(-1)
+        common = best.unique()[:5]
+        options = {"steps": 1} if version == 3 else {}
+        head = EagleHead.from_backbone(base, version=version, draft_ids=common, loss_options=options)
+        drafted = torch.isin(best, common)
+        states = base(IDS, output_hidden_states=True)
+        features = head.rows(head.fuse(states.hidden_states)[:, :-2], IDS[:, 1:-1])
+        distribution = states.logits[:, 1:-1, common].softmax(-1)
+        terms = -(distribution * head.draft_logits(features).log_softmax(-1)).sum(-1)
+        assert 0 < drafted.sum() < drafted.numel()
+        torch.testing.assert_close(head(IDS, labels=IDS).step_losses, terms[drafted].sum()[None] / drafted.numel())
 
 
+@pytest.mark.by_day("{'objective': 'hass'}")
 @pytest.mark.parametrize("options", [{}, {"divergence": "block"}, {"objective": "hass"}], ids=str)
 def test_version_1_learns_over_a_draft_vocabulary(options):
     head = head_and_batch(1, draft_ids=IDS.unique()[::2], loss_options=options)
@@ -185,20 +191,20 @@ def test_noise_is_as_wide_as_the_text_is_short(version, options, monkeypatch):
     torch.testing.assert_close(found * 16, sum(alone))
 
 
-@pytest.mark.parametrize(("version", "options"), OBJECTIVES, ids=["ttt", "eagle1", "hass"])
-def test_labels_are_mixed_in(version, options):
+def test_labels_are_mixed_in():
     """(1 - w) of the distribution's distance and w of the labels' negative log-likelihood; the papers' part is shown
     alone."""
-    head = head_and_batch(version, loss_options=options)
-    found = []
-    for share in (0.0, 1.0, 0.3):
-        head.loss_options.label_weight = share
-        found.append(head(IDS, labels=IDS))
-    probs, labels, mixed = (out.loss for out in found)
-    torch.testing.assert_close(mixed, 0.7 * probs + 0.3 * labels)
-    assert not torch.allclose(probs, labels)
-    if version == 3 or not options:
-        torch.testing.assert_close(found[2].step_losses, found[0].step_losses)
+    for version, options in OBJECTIVES:
+        head = head_and_batch(version, loss_options=options)
+        found = []
+        for share in (0.0, 1.0, 0.3):
+            head.loss_options.label_weight = share
+            found.append(head(IDS, labels=IDS))
+        probs, labels, mixed = (out.loss for out in found)
+        torch.testing.assert_close(mixed, 0.7 * probs + 0.3 * labels)
+        assert not torch.allclose(probs, labels)
+        if version == 3 or not options:
+            torch.testing.assert_close(found[2].step_losses, found[0].step_losses)
 
 
 def test_a_label_that_is_not_drafted_adds_nothing():
@@ -226,9 +232,8 @@ def test_texts_too_short_for_a_pair_have_no_loss():
     assert out.loss == 0 and out.step_losses.tolist() == [0.0] * 7
 
 
-@pytest.mark.parametrize(
-    ("version", "options", "message"),
-    [
+def test_options_are_checked():
+    for version, options, message in [
         (3, {"objective": "hass"}, "objective='hass'.*3.*'ttt'"),
         (1, {"objective": "ttt"}, "'eagle1'.*'hass'"),
         (1, {"steps": 2}, "steps=2.*1.*'eagle1'"),
@@ -236,11 +241,9 @@ def test_texts_too_short_for_a_pair_have_no_loss():
         (3, {"decay": -0.1}, "decay=-0.1"),
         (1, {"objective": "hass", "topk": 0}, "topk=0"),
         (3, {"label_weight": 1.5}, "label_weight=.*1.5.*0.*1"),
-    ],
-)
-def test_options_are_checked(version, options, message):
-    with pytest.raises(ValueError, match=message):
-        EagleLossOptions(**options).resolved(version)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EagleLossOptions(**options).resolved(version)
 
 
 def test_options_are_saved_when_they_differ(tmp_path):
@@ -250,6 +253,7 @@ def test_options_are_saved_when_they_differ(tmp_path):
     assert EagleHead.from_pretrained(tmp_path).loss_options == EagleLossOptions(steps=5)
 
 
+@pytest.mark.by_day("official")
 @pytest.mark.parametrize("layout", ["tokenahead", "official"])
 def test_a_plain_trainer_trains_saves_and_resumes(layout, tmp_path):
     head = head_and_batch(loss_options={"steps": 2})

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead, EagleHeadConfig
 from tokenahead.modeling.common import drafter_configs
 from tokenahead.modeling.eagle import conversion as retrofit
+
+
+def gpt2(n_embd, n_head, n_layer, n_positions, **sizes):
+    own = dict(n_embd=n_embd, n_head=n_head, n_layer=n_layer, n_positions=n_positions)
+    return GPT2Config(vocab_size=64, eos_token_id=None, **own)
+
 
 IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 
@@ -73,13 +80,13 @@ def test_drafted_rows_stand_at_the_places_of_their_features(monkeypatch):
     """Row t at position t, without padding; which ropes that depend on a length would show."""
     base = tiny_backbone()
     head, seen, lengths = EagleHead.from_backbone(base), [], [7, 4]
-    run = head.rows
+    run = head.run
 
-    def rows(features, ids, positions, *rest):
-        seen.append(positions.expand(len(ids), -1).tolist())
-        return run(features, ids, positions, *rest)
+    def noted(features, embeddings, positions, *rest):
+        seen.append(positions.expand(len(features), -1).tolist())
+        return run(features, embeddings, positions, *rest)
 
-    monkeypatch.setattr(head, "rows", rows)
+    monkeypatch.setattr(head, "run", noted)
     mask = torch.stack([torch.arange(7) >= 7 - length for length in lengths]).long()
     call = dict(max_new_tokens=8, do_sample=False, assistant_model=head, num_assistant_tokens=3)
     base.generate(IDS[:, :7], attention_mask=mask, **call)
@@ -88,19 +95,19 @@ def test_drafted_rows_stand_at_the_places_of_their_features(monkeypatch):
         assert [level[row] for level in seen[1:3]] == [[length], [length + 1]]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_padding_gives_numbers_and_changes_none(implementation):
-    case = golden_case("eagle3_llama", attn_implementation=implementation)
-    _, hidden, _ = teacher_forced(case)
-    assert hidden.isfinite().all()
-    real = case.golden["attention_mask"].bool()[:, :-1]
-    torch.testing.assert_close(hidden[real], case.golden["hidden"][real], atol=1e-4, rtol=0)
-    square = (real[:, None, None] & torch.ones(real.shape[1], real.shape[1]).tril().bool()) | torch.eye(
-        real.shape[1]
-    ).bool()
-    features = case.head.fuse(case.base.hidden_states())[:, :-1]
-    again = case.head.rows(features, case.golden["input_ids"][:, 1:], (real.cumsum(1) - 1).clamp(min=0), square)
-    torch.testing.assert_close(again[real], hidden[real])
+def test_padding_gives_numbers_and_changes_none():
+    for implementation in ["sdpa", "eager"]:
+        case = golden_case("eagle3_llama", attn_implementation=implementation)
+        _, hidden, _ = teacher_forced(case)
+        assert hidden.isfinite().all()
+        real = case.golden["attention_mask"].bool()[:, :-1]
+        torch.testing.assert_close(hidden[real], case.golden["hidden"][real], atol=1e-4, rtol=0)
+        square = (real[:, None, None] & torch.ones(real.shape[1], real.shape[1]).tril().bool()) | torch.eye(
+            real.shape[1]
+        ).bool()
+        features = case.head.fuse(case.base.hidden_states())[:, :-1]
+        again = case.head.rows(features, case.golden["input_ids"][:, 1:], (real.cumsum(1) - 1).clamp(min=0), square)
+        torch.testing.assert_close(again[real], hidden[real])
 
 
 OPTIONS = [
@@ -115,6 +122,11 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.by_day(
+    "{'version': 1, 'fc_bias': True, 'attention_bias': True, 'num_hidden_layers': 2}",
+    "{'fc_norm': True, 'norm_output': True, 'norm_before_residual': True}",
+    "{'use_aux_hidden_state': False, 'qk_norm': True, 'head_dim': 16}",
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_round_trips_and_matters(options, tmp_path):
     base = tiny_backbone()
@@ -152,28 +164,24 @@ def test_only_the_wanted_states_are_needed():
     assert EagleHead.from_backbone(base, version=1).hidden_layers == -1
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        (LlamaConfig, {}),
-        (Qwen3Config, {"head_dim": 16}),
-        (GPT2Config, {"n_embd": 40, "n_head": 4, "n_layer": 2, "n_positions": 256}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-@pytest.mark.parametrize("version", [1, 3])
-def test_new_heads_fit_any_backbone(family, changes, version):
-    if family is GPT2Config:
-        base = tiny_backbone(0, lambda **sizes: GPT2Config(vocab_size=64, eos_token_id=None, **changes))
-    else:
-        base = tiny_backbone(0, family, **changes)
-    head = EagleHead.from_backbone(base, version=version)
-    with torch.no_grad():
-        out = head(IDS, labels=IDS)
-        states = base(IDS, output_hidden_states=True).hidden_states
-        _, logits = head.step(head.fuse(states)[:, :-1], IDS[:, 1:])
-    assert out.loss.isfinite() and logits.shape == (2, 11, 64) and logits.isfinite().all()
-    assert head.config.rope_parameters["rope_type"] == "default"
+def test_new_heads_fit_any_backbone():
+    for version in [1, 3]:
+        for family, changes in [
+            (LlamaConfig, {}),
+            (Qwen3Config, {"head_dim": 16}),
+            (GPT2Config, {"n_embd": 40, "n_head": 4, "n_layer": 2, "n_positions": 256}),
+        ]:
+            if family is GPT2Config:
+                base = tiny_backbone(0, partial(gpt2, **changes))
+            else:
+                base = tiny_backbone(0, family, **changes)
+            head = EagleHead.from_backbone(base, version=version)
+            with torch.no_grad():
+                out = head(IDS, labels=IDS)
+                states = base(IDS, output_hidden_states=True).hidden_states
+                _, logits = head.step(head.fuse(states)[:, :-1], IDS[:, 1:])
+            assert out.loss.isfinite() and logits.shape == (2, 11, 64) and logits.isfinite().all()
+            assert head.config.rope_parameters["rope_type"] == "default"
 
 
 def test_draft_ids_choose_the_unembedding():
@@ -219,18 +227,15 @@ def test_a_copy_of_the_embeddings_is_used_and_frozen():
     assert not head.embed_tokens.weight.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_another_backbone_is_refused_by_name():
+    for changes, message in [
         ({"vocab_size": 65}, "vocab_size.*64.*LlamaForCausalLM.*65"),
         ({"hidden_size": 64}, "hidden_size.*32"),
         ({"num_hidden_layers": 4}, "aux_layers=.*2.*4.*5.*4"),
-    ],
-)
-def test_another_backbone_is_refused_by_name(changes, message):
-    head = EagleHead.from_backbone(tiny_backbone()).detach()
-    with pytest.raises(ValueError, match=message):
-        head.attach(tiny_backbone(**changes))
+    ]:
+        head = EagleHead.from_backbone(tiny_backbone()).detach()
+        with pytest.raises(ValueError, match=message):
+            head.attach(tiny_backbone(**changes))
 
 
 def test_default_layers_need_seven():
@@ -277,16 +282,16 @@ def test_a_backbone_with_its_own_cache_is_refused(trained):
         EagleHead.from_backbone(trained, version=1)
 
 
-@pytest.mark.parametrize("kind", ["t5", "mamba", "bloom", "mpt"])
-def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name(kind):
-    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=16, num_hidden_layers=2)
-    model = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
-    base = model.from_config(config)
-    with pytest.raises(ValueError, match=type(base).__name__):
-        EagleHead.from_backbone(base, version=1)
-    head = EagleHead(EagleHeadConfig(version=1, vocab_size=64, hidden_size=16, num_attention_heads=2))
-    with pytest.raises(ValueError, match=type(base).__name__):
-        head.attach(base)
+def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name():
+    for kind in ["t5", "mamba", "bloom", "mpt"]:
+        config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=16, num_hidden_layers=2)
+        model = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+        base = model.from_config(config)
+        with pytest.raises(ValueError, match=type(base).__name__):
+            EagleHead.from_backbone(base, version=1)
+        head = EagleHead(EagleHeadConfig(version=1, vocab_size=64, hidden_size=16, num_attention_heads=2))
+        with pytest.raises(ValueError, match=type(base).__name__):
+            head.attach(base)
 
 
 def test_a_copy_is_detached_and_equal():
@@ -316,6 +321,7 @@ def said(monkeypatch):
     return messages
 
 
+@pytest.mark.by_day("speculators")
 @pytest.mark.parametrize("layout", ["tokenahead", "speculators"])
 def test_a_head_of_another_kind_of_backbone_warns_and_drafts(layout, said, tmp_path):
     head, other = EagleHead.from_backbone(tiny_backbone()), mistral()
@@ -347,6 +353,7 @@ def test_a_head_does_not_warn_of_its_own_kind_or_where_nothing_is_known(said, tm
     assert not said
 
 
+@pytest.mark.by_day("EAGLE-1-dtype0", "EAGLE-3-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("options", [dict(version=1), dict(version=3, aux_layers=[1])], ids=["EAGLE-1", "EAGLE-3"])
 def test_a_backbone_may_change_its_dtype_while_a_head_is_attached(options, dtype):

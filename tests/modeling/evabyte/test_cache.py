@@ -38,7 +38,7 @@ def test_speculative_blocks_of_the_official_goldens(case):
     torch.testing.assert_close(torch.cat(rows), gold["block.hidden"], atol=5e-5, rtol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     prefill=st.integers(1, 100),
     steps=st.lists(st.tuples(st.integers(1, 80), st.floats(0, 1)), min_size=1, max_size=8),
@@ -68,7 +68,7 @@ def test_any_schedule_of_blocks_and_rollbacks_equals_the_full_forward(prefill, s
         assert cache.get_seq_length() == at == cache.lengths[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=2, max_size=4),
     steps=st.lists(st.tuples(st.integers(1, 80), st.lists(st.floats(0, 1), min_size=4, max_size=4)), max_size=6),
@@ -160,6 +160,7 @@ def test_recording_lets_several_forwards_be_rolled_back_together():
     torch.testing.assert_close(logits, full_logits(TEXT[:1, :60])[:, 28:], atol=2e-5, rtol=0)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_drafts_longer_than_a_window(batch):
     prompt = TEXT[:1, :7].repeat(batch, 6)

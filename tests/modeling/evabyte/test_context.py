@@ -23,6 +23,7 @@ def model_with(kind):
     return model
 
 
+@pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("kind", HEADS)
 def test_text_is_the_backbones_own(kind):
     model = model_with(kind)
@@ -31,6 +32,7 @@ def test_text_is_the_backbones_own(kind):
         assert torch.equal(model.generate(IDS, max_new_tokens=16, do_sample=False, **options), plain)
 
 
+@pytest.mark.by_day("ff", "btree")
 @pytest.mark.parametrize("kind", HEADS)
 def test_learning_files_and_another_vocabulary(kind, tmp_path):
     model = model_with(kind)

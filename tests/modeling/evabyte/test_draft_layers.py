@@ -36,6 +36,7 @@ def drafter(head="ff", k=2, **changes) -> EvaByteForMTPC:
     return model.add_draft_layers(k) if k else model
 
 
+@pytest.mark.by_day("1-cp", "3-ff")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("k", [1, 3])
 def test_zero_adapters_are_the_drafter_without_layers(head, k):

@@ -142,6 +142,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.nightly
 def test_loss_backward_works_with_the_default_cache():
     model = tiny_model().train()
     ids = torch.randint(64, 320, (2, 80))
@@ -174,6 +175,7 @@ def test_fresh_weights_are_all_initialised():
     assert torch.equal(model.model.norm.weight, torch.ones_like(model.model.norm.weight))
 
 
+@pytest.mark.by_day("3", "12")
 @pytest.mark.parametrize("window", [1, 3, 8, 12])
 def test_window_may_differ_from_the_stored_heads(window, tmp_path):
     official = load_file(TRAINED / "model.safetensors")["lm_head.weight"]
@@ -195,6 +197,7 @@ def test_cache_of_another_kind_is_refused():
         tiny_model()(torch.ones(1, 3, dtype=torch.long), past_key_values=DynamicCache())
 
 
+@pytest.mark.nightly
 def test_tuple_output_only_when_asked():
     model, ids = tiny_model(), torch.ones(1, 3, dtype=torch.long)
     assert model(ids).logits.shape == (1, 3, 320)

@@ -51,6 +51,7 @@ def test_models_from_scratch_are_joined_too(num_pred_heads, tmp_path):
     assert torch.equal(heads_of(EvaByteForMTPC.from_pretrained(tmp_path)), heads_of(model))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("places", [{"model": "cpu", "lm_head": "cpu", "draft_heads": "disk"}, {"": "disk"}])
 def test_offloaded_heads(places, tmp_path):
     model = EvaByteForMTPC.from_pretrained(TRAINED, device_map=places, offload_folder=tmp_path / "offload")
@@ -81,6 +82,7 @@ def test_the_mapping_goes_back_to_every_official_name():
         assert all(torch.equal(state[name], tensor) for name, tensor in official.items())
 
 
+@pytest.mark.nightly
 def test_how_accelerate_places_an_official_directory(tmp_path):
     """With a map it sets tensors by their names in the file, where one has all heads; without one, by a state dict."""
     plain = EvaByteForMTPC.from_pretrained(TRAINED)
@@ -177,6 +179,7 @@ def test_the_first_loss_of_sft_is_that_of_the_next_byte(tmp_path):
     assert torch.equal(model.draft_heads.weight, drafts)
 
 
+@pytest.mark.nightly
 def test_grpo_scores_what_the_model_says(tmp_path):
     model = tiny_model()
     config = GRPOConfig(

@@ -46,7 +46,7 @@ def read(cache):
     return rows
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     nodes=st.integers(2, 40),
@@ -109,6 +109,7 @@ def greedy(model, batch, **options):
     return model.generate(**batch, do_sample=False, return_dict_in_generate=True, **options)
 
 
+@pytest.mark.by_day("hmm", "draft layers")
 @pytest.mark.parametrize("head", HEADS)
 def test_greedy_text_is_the_models_own_alone_and_in_ragged_batches(head):
     model = trained_model()
@@ -143,6 +144,7 @@ def test_the_cache_of_trees_is_continued(by):
     assert torch.equal(greedy(model, given, max_new_tokens=30, **way).sequences, want)
 
 
+@pytest.mark.by_day("ff-block-tree0", "hmm-block-tree4")
 @pytest.mark.parametrize(
     ("head", "rule", "tree"),
     [

@@ -3,8 +3,7 @@
 import torch
 
 from tokenahead import MTPHeadConfig
-from tokenahead.modeling.heads.circuit_head import CircuitHead
-from tokenahead.modeling.heads.ff import FFHead
+from tokenahead.modeling.heads.circuit_head import CircuitHead, FFHead
 from tokenahead.modeling.heads.losses import IGNORE, depth_means, discounted_mtp_loss, tokens_ahead
 from tokenahead.modeling.heads.registry import window_distribution
 

@@ -13,7 +13,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.models import tiny_model
 from tokenahead import MTPHeadConfig, MTPHeads
 
 SIZES = dict(
@@ -41,6 +40,7 @@ def backbone(config_class=LlamaConfig, **changes):
     return base
 
 
+@pytest.mark.by_day("LlamaConfig-shared", "Gemma3TextConfig-own")
 @pytest.mark.parametrize("unembedding", ["shared", "own"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_greedy_output_is_the_backbones_own(family, unembedding):
@@ -50,6 +50,7 @@ def test_greedy_output_is_the_backbones_own(family, unembedding):
     assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
 
 
+@pytest.mark.by_day("ff", "hydra")
 @pytest.mark.parametrize("kind", ["ff", "medusa", "hydra"])
 def test_drafts_are_drawn_from_what_a_calls_processors_leave(kind):
     """With one token left, draws are the likeliest tokens: the text, the drafts and what is accepted of them."""
@@ -138,17 +139,14 @@ def test_packed_documents_and_padding_are_masked():
     torch.testing.assert_close(out.head_losses, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_another_backbone_is_refused_by_name():
+    for changes, message in [
         ({"vocab_size": 65}, "vocab_size.*64"),
         ({"hidden_size": 64}, "hidden_size"),
-    ],
-)
-def test_another_backbone_is_refused_by_name(changes, message):
-    heads = MTPHeads.from_backbone(backbone(), window=4).detach()
-    with pytest.raises(ValueError, match=message):
-        heads.attach(backbone(**changes))
+    ]:
+        heads = MTPHeads.from_backbone(backbone(), window=4).detach()
+        with pytest.raises(ValueError, match=message):
+            heads.attach(backbone(**changes))
 
 
 def test_heads_must_be_attached():
@@ -177,7 +175,3 @@ def test_two_sets_of_heads_may_share_a_backbone():
         assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
     first.detach()
     assert torch.equal(base.generate(PROMPT, assistant_model=second, **GREEDY), expected)
-
-
-def test_a_model_without_attached_heads_is_untouched():
-    assert "_get_candidate_generator" not in vars(tiny_model())

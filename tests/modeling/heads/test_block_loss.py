@@ -11,7 +11,7 @@ from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeadConfig, MTPHeads
 from tokenahead.configuration.loss_options import EagleLossOptions, ModuleLossOptions
 from tokenahead.modeling.common.teacher import accepted_along, call_weights, cycle_starts, position_weights
-from tokenahead.modeling.eagle import steps as eagle_steps
+from tokenahead.modeling.eagle import losses as eagle_losses
 from tokenahead.training.evaluation.drafts import drafted_probs
 
 
@@ -99,6 +99,9 @@ def expected_terms(base, heads, ids, labels, positions):
     return torch.stack([torch.stack([torch.stack(cell) for cell in row]) for row in kept]), places
 
 
+@pytest.mark.by_day(
+    "uniform-ff", "expected_calls-hmm", "expected_calls-medusa-own", "uniform-hydra++", "expected_calls-layer"
+)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 def test_every_family_learns_it(name, kind):
@@ -137,18 +140,15 @@ def test_the_labels_can_be_mixed_in():
     torch.testing.assert_close(losses[1], 0.75 * losses[0] + 0.25 * losses[2])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_options_that_contradict_it():
+    for wrong in [
         {"divergence": "block", "target": "labels"},
         {"divergence": "block", "normalization": "paper"},
         {"position_weighting": "expected_calls"},
-    ],
-)
-def test_options_that_contradict_it(wrong):
-    assert MTPHeadConfig(loss_options={"divergence": "block"}).loss_target == "teacher"
-    with pytest.raises(Exception, match="block"):
-        MTPHeadConfig(loss_options=wrong)
+    ]:
+        assert MTPHeadConfig(loss_options={"divergence": "block"}).loss_target == "teacher"
+        with pytest.raises(Exception, match="block"):
+            MTPHeadConfig(loss_options=wrong)
 
 
 def test_a_head_learns_what_is_accepted():
@@ -204,10 +204,11 @@ def answers(model):
     return labels
 
 
+@pytest.mark.by_day("None-uniform", "ids1-expected_calls")
 @pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("ids", [None, KEPT])
 def test_eagle_steps_learn_it(ids, kind, monkeypatch):
-    monkeypatch.setattr(eagle_steps, "BLOCK", 5)
+    monkeypatch.setattr(eagle_losses, "BLOCK", 5)
     options = {"divergence": "block", "position_weighting": kind, "steps": 3}
     head = EagleHead.from_backbone(tiny_backbone(), draft_ids=None if ids is None else torch.tensor(ids))
     head.loss_options.update(**options)
@@ -234,6 +235,7 @@ def test_steps_of_version_1_learn_it_beside_their_features(objective):
     assert losses[0].loss < losses[1].loss and gradients(head, losses[0].loss)
 
 
+@pytest.mark.by_day("deepseek_v3-uniform", "qwen2-expected_calls")
 @pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_modules_learn_it(name, kind):
@@ -261,6 +263,7 @@ def test_losses_of_drafters_refuse_what_contradicts_it():
             ModuleLossOptions(**wrong)
 
 
+@pytest.mark.by_day("cp-expected_calls")
 @pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("options", [{}, {"head_type": "cp", "rank": 2}], ids=["ff", "cp"])
 def test_a_model_with_heads_of_its_own_learns_it(options, kind):

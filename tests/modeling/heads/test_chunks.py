@@ -18,6 +18,7 @@ def with_gradients(loss, head, config, hidden, targets, ids):
     return value, means, *torch.autograd.grad(3 * value, (*head.parameters(), hidden))
 
 
+@pytest.mark.by_day("ff-False-5.0-sizes0", "cp-True-7.9-sizes1", "hmm-False-0.1-sizes2", "btree-True-14.0-sizes3")
 @pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -39,6 +40,7 @@ def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes
     assert calls == sizes
 
 
+@pytest.mark.by_day("ff-0", "hmm-5")
 @pytest.mark.parametrize("kept", [0, 1, 5])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_positions_without_targets_have_no_logits(kind, kept, monkeypatch):
@@ -58,17 +60,17 @@ def test_positions_without_targets_have_no_logits(kind, kept, monkeypatch):
     assert seen == [max(kept, 1)]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
+def test_chunks_on_a_frozen_backbone(monkeypatch):
     """Hidden states that want no gradient, and a second backward that adds to the first."""
-    head, config, hidden, targets = head_and_batch(kind)
-    arguments = (head, config, hidden.detach(), targets, None)
-    plain_loss(*arguments)[0].backward()
-    whole = [parameter.grad.clone() for parameter in head.parameters()]
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
-    head_loss(*arguments)[0].backward()
-    for parameter, want in zip(head.parameters(), whole, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
+    for kind in FAMILIES:
+        head, config, hidden, targets = head_and_batch(kind)
+        arguments = (head, config, hidden.detach(), targets, None)
+        plain_loss(*arguments)[0].backward()
+        whole = [parameter.grad.clone() for parameter in head.parameters()]
+        monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 3 * config.rank * 11)
+        head_loss(*arguments)[0].backward()
+        for parameter, want in zip(head.parameters(), whole, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.core
@@ -94,6 +96,7 @@ def test_a_second_backward_through_one_loss_is_refused():
         loss.backward()
 
 
+@pytest.mark.by_day("ff")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
     """In bfloat16, a sum of 256 equal gradients would stop growing long before the end."""
@@ -109,13 +112,13 @@ def test_gradients_of_chunks_are_summed_up_in_float32(kind, monkeypatch):
     torch.testing.assert_close(leaf.weight.grad.float(), want, rtol=0.03, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_float32_heads_read_states_of_any_dtype(kind):
-    head, config, hidden, targets = head_and_batch(kind)
-    low = hidden.detach().bfloat16()
-    loss, *_ = head_loss(head, config, low, targets, None).to_tuple()
-    torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
-    assert window_distribution(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
+def test_float32_heads_read_states_of_any_dtype():
+    for kind in FAMILIES:
+        head, config, hidden, targets = head_and_batch(kind)
+        low = hidden.detach().bfloat16()
+        loss, *_ = head_loss(head, config, low, targets, None).to_tuple()
+        torch.testing.assert_close(loss, plain_loss(head, config, low.float(), targets, None)[0])
+        assert window_distribution(head, config, low).leaf_logits.dtype == loss.dtype == torch.float32
 
 
 def test_bfloat16_heads_have_a_float32_loss():

@@ -91,73 +91,74 @@ def name_of(value):
     return str(value) if not isinstance(value, dict) else "-".join(value) or "plain"
 
 
-@pytest.mark.parametrize(("kind", "count", "options"), CASES, ids=name_of)
 @torch.no_grad()
-def test_everything_equals_enumeration(kind, count, options):
-    head, config, states = head_of(kind, count, **options)
-    joint = joint_of(head, config, states[0])
-    windows = torch.tensor(list(itertools.product(range(V), repeat=N)))
-    distribution = window_distribution(head, config, states[:1].expand(len(windows), -1))
-    close(distribution.log_prob(windows).exp().view(joint.shape), joint)
-    assert abs(float(distribution.log_prob(windows).exp().sum()) - 1) < 1e-12
-    some = windows[::37]
-    want = torch.stack([torch.stack([next_of(joint, x[:i]) for i in range(N)]) for x in some.tolist()])  # [k, n, V]
-    one = window_distribution(head, config, states[:1])
-    whole = window_distribution(head, config, states[:1].expand(len(some), -1))
-    close(whole.conditional_log_probs(some).exp(), want)
-    at = want.gather(-1, some[..., None])[..., 0]
-    close(whole.token_log_probs(some).exp(), at)
-    close(whole.prefix_log_prob(some), at.log().cumsum(-1))
-    for length in range(N):  # many prefixes of one distribution
-        found = window_distribution(head, config, states[:1, None]).next_log_probs(some[None, :, :length])
-        close(found[0].softmax(-1), want[:, length])
-    for bound in range(1, N):
-        rest = whole
-        for position in range(bound):
-            rest = rest.condition(some[:, position])
-        assert rest.window == N - bound
-        close(rest.conditional_log_probs(some[:, bound:]).exp(), want[:, bound:])
-        forced = iter(some[:, bound:].unbind(1))
-        if count or kind != "ff":  # independent positions are drafted at once
-            close(rest.draft(lambda probs, forced=forced: (next(forced), probs))[1], want[:, bound:])
-        greedy = rest.greedy()
-        again = torch.cat([some[:, :bound], greedy], 1)
-        best = torch.stack([next_of(joint, x[:i]) for x in again.tolist() for i in range(bound, N)])
-        assert torch.equal(best.argmax(-1), greedy.flatten())
-        tokens, probs = rest.sample_with_probs(N - bound)
-        close(probs, rest.conditional_log_probs(tokens).exp())
-    assert one.window == N
+def test_everything_equals_enumeration():
+    for kind, count, options in CASES:
+        head, config, states = head_of(kind, count, **options)
+        joint = joint_of(head, config, states[0])
+        windows = torch.tensor(list(itertools.product(range(V), repeat=N)))
+        distribution = window_distribution(head, config, states[:1].expand(len(windows), -1))
+        close(distribution.log_prob(windows).exp().view(joint.shape), joint)
+        assert abs(float(distribution.log_prob(windows).exp().sum()) - 1) < 1e-12
+        some = windows[::37]
+        want = torch.stack([torch.stack([next_of(joint, x[:i]) for i in range(N)]) for x in some.tolist()])  # [k, n, V]
+        one = window_distribution(head, config, states[:1])
+        whole = window_distribution(head, config, states[:1].expand(len(some), -1))
+        close(whole.conditional_log_probs(some).exp(), want)
+        at = want.gather(-1, some[..., None])[..., 0]
+        close(whole.token_log_probs(some).exp(), at)
+        close(whole.prefix_log_prob(some), at.log().cumsum(-1))
+        for length in range(N):  # many prefixes of one distribution
+            found = window_distribution(head, config, states[:1, None]).next_log_probs(some[None, :, :length])
+            close(found[0].softmax(-1), want[:, length])
+        for bound in range(1, N):
+            rest = whole
+            for position in range(bound):
+                rest = rest.condition(some[:, position])
+            assert rest.window == N - bound
+            close(rest.conditional_log_probs(some[:, bound:]).exp(), want[:, bound:])
+            forced = iter(some[:, bound:].unbind(1))
+            if count or kind != "ff":  # independent positions are drafted at once
+                close(rest.draft(lambda probs, forced=forced: (next(forced), probs))[1], want[:, bound:])
+            greedy = rest.greedy()
+            again = torch.cat([some[:, :bound], greedy], 1)
+            best = torch.stack([next_of(joint, x[:i]) for x in again.tolist() for i in range(bound, N)])
+            assert torch.equal(best.argmax(-1), greedy.flatten())
+            tokens, probs = rest.sample_with_probs(N - bound)
+            close(probs, rest.conditional_log_probs(tokens).exp())
+        assert one.window == N
 
 
-@pytest.mark.parametrize(("kind", "count", "options"), CASES, ids=name_of)
 @torch.no_grad()
-def test_a_short_draft_is_that_of_the_whole_window(kind, count, options):
-    head, config, states = head_of(kind, count, window=6, **options)
-    last, text = torch.randint(V, (2,)), torch.randint(V, (2, 5))
-    whole = window_distribution(head, config, states).condition(last)
-    for length in range(1, 6):
-        after = distribution_after(head, config, states, last, length)
-        found = after.conditional_log_probs(text[:, : after.window])[:, :length]
-        close(found, whole.conditional_log_probs(text)[:, :length])
-        assert torch.equal(after.greedy(length), whole.greedy(length))
-        paths = text[:, None, : length - 1]
-        trees = distribution_after(head, config, states[:, None], last[:, None], length).next_log_probs(paths)
-        close(trees[:, 0].log_softmax(-1), whole.conditional_log_probs(text)[:, length - 1])
+def test_a_short_draft_is_that_of_the_whole_window():
+    for kind, count, options in CASES:
+        head, config, states = head_of(kind, count, window=6, **options)
+        last, text = torch.randint(V, (2,)), torch.randint(V, (2, 5))
+        whole = window_distribution(head, config, states).condition(last)
+        for length in range(1, 6):
+            after = distribution_after(head, config, states, last, length)
+            found = after.conditional_log_probs(text[:, : after.window])[:, :length]
+            close(found, whole.conditional_log_probs(text)[:, :length])
+            assert torch.equal(after.greedy(length), whole.greedy(length))
+            paths = text[:, None, : length - 1]
+            trees = distribution_after(head, config, states[:, None], last[:, None], length).next_log_probs(paths)
+            close(trees[:, 0].log_softmax(-1), whole.conditional_log_probs(text)[:, length - 1])
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
-def test_tables_of_zeros_change_nothing(kind):
-    head, config, states = head_of(kind, 3)
-    plain, bare, _ = head_of(kind, 0)
-    plain.load_state_dict({name: value for name, value in head.state_dict().items() if "context" not in name})
-    head.context.reset_head(0.02)
-    text = torch.randint(V, (2, N))
-    got, want = window_distribution(head, config, states), window_distribution(plain, bare, states)
-    close(got.conditional_log_probs(text), want.conditional_log_probs(text))
-    assert torch.equal(got.greedy(), want.greedy())
+def test_tables_of_zeros_change_nothing():
+    for kind in FAMILIES:
+        head, config, states = head_of(kind, 3)
+        plain, bare, _ = head_of(kind, 0)
+        plain.load_state_dict({name: value for name, value in head.state_dict().items() if "context" not in name})
+        head.context.reset_head(0.02)
+        text = torch.randint(V, (2, N))
+        got, want = window_distribution(head, config, states), window_distribution(plain, bare, states)
+        close(got.conditional_log_probs(text), want.conditional_log_probs(text))
+        assert torch.equal(got.greedy(), want.greedy())
 
 
+@pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("kind", ["ff", "cp", "hmm"])
 def test_drafts_follow_the_joint(kind):
     head, config, states = head_of(kind, 2, window=3, transition_context=kind == "hmm")
@@ -181,24 +182,26 @@ def test_an_unknown_token_before_a_known_one_is_refused():
     close(distribution.token_log_probs(text, unknown)[:, :2], distribution.token_log_probs(text)[:, :2])
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("warp", ["plain", "temperature"])
-@pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
-def test_text_of_chains_has_the_targets_distribution(kind, warp, rule):
+def test_text_of_chains_has_the_targets_distribution():
     """Every draft of three tokens, as a chain, with the warped conditionals that it is drawn from."""
-    torch.manual_seed(5)
-    options = FAMILIES[kind] | dict(context=2, context_rank=3, transition_context=kind == "hmm")
-    config = MTPHeadConfig(head_type=kind, window=4, unembedding="own", **options)
-    head, world = shaken(build_head(config, D, WORDS).double(), 0.8), World(warp, 3)
-    drafts = torch.tensor(list(itertools.product(range(WORDS), repeat=3))).repeat(2, 1)
-    row = torch.arange(2).repeat_interleave(len(drafts) // 2)
-    after = distribution_after(head, config, torch.randn(2, D).double()[row], torch.tensor([0, 2])[row], 3)
-    forced, processing = iter(drafts.unbind(1)), Processing(LogitsProcessorList(WARPS[warp]))
-    probs = after.draft(lambda probs: (next(forced), processing.warp(probs)))[1]  # [K, 3, V]
-    chance = probs.gather(-1, drafts[..., None])[..., 0].prod(-1)
-    tree = DraftTree.chain(drafts, probs)
-    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+    for kind in FAMILIES:
+        for warp in ["plain", "temperature"]:
+            for rule in ["token", "block"]:
+                torch.manual_seed(5)
+                options = FAMILIES[kind] | dict(context=2, context_rank=3, transition_context=kind == "hmm")
+                config = MTPHeadConfig(head_type=kind, window=4, unembedding="own", **options)
+                head, world = shaken(build_head(config, D, WORDS).double(), 0.8), World(warp, 3)
+                drafts = torch.tensor(list(itertools.product(range(WORDS), repeat=3))).repeat(2, 1)
+                row = torch.arange(2).repeat_interleave(len(drafts) // 2)
+                after = distribution_after(head, config, torch.randn(2, D).double()[row], torch.tensor([0, 2])[row], 3)
+                forced, processing = iter(drafts.unbind(1)), Processing(LogitsProcessorList(WARPS[warp]))
+                probs = after.draft(lambda probs, forced=forced, warp=processing.warp: (next(forced), warp(probs)))[
+                    1
+                ]  # [K, 3, V]
+                chance = probs.gather(-1, drafts[..., None])[..., 0].prod(-1)
+                tree = DraftTree.chain(drafts, probs)
+                assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
 HEADS = {
@@ -213,6 +216,7 @@ HEADS = {
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.by_day("part", "hmm")
 @pytest.mark.parametrize("kind", HEADS)
 def test_heads_draft_learn_and_come_back_from_disk(kind, tmp_path):
     base = backbone()
@@ -261,23 +265,22 @@ def test_the_chunked_loss_is_that_of_the_distributions():
         torch.testing.assert_close(got, one, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["ff", "hmm"])
-def test_tables_are_added_to_trained_heads(kind):
-    base, anything = backbone(), torch.zeros(2, 12, 5, dtype=torch.long)
-    heads = MTPHeads.from_backbone(base, window=5, **HEADS[kind] | dict(context=0, transition_context=False))
-    before = heads.distribution(IDS).conditional_log_probs(anything)
-    heads.add_context(2, rank=8, transitions=kind == "hmm")
-    torch.testing.assert_close(heads.distribution(IDS).conditional_log_probs(anything), before, atol=1e-5, rtol=0)
-    assert heads.config.context == 2 and heads.head.context.weight.shape[0] == 2
-    with pytest.raises(ValueError, match="context=2 exists"):
-        heads.add_context(1)
-    with pytest.raises(Exception, match="context=1.*hydra"):
-        MTPHeads.from_backbone(base, window=5, head_type="hydra", unembedding=None).add_context(1)
+def test_tables_are_added_to_trained_heads():
+    for kind in ["ff", "hmm"]:
+        base, anything = backbone(), torch.zeros(2, 12, 5, dtype=torch.long)
+        heads = MTPHeads.from_backbone(base, window=5, **HEADS[kind] | dict(context=0, transition_context=False))
+        before = heads.distribution(IDS).conditional_log_probs(anything)
+        heads.add_context(2, rank=8, transitions=kind == "hmm")
+        torch.testing.assert_close(heads.distribution(IDS).conditional_log_probs(anything), before, atol=1e-5, rtol=0)
+        assert heads.config.context == 2 and heads.head.context.weight.shape[0] == 2
+        with pytest.raises(ValueError, match="context=2 exists"):
+            heads.add_context(1)
+        with pytest.raises(Exception, match="context=1.*hydra"):
+            MTPHeads.from_backbone(base, window=5, head_type="hydra", unembedding=None).add_context(1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_fit_are_refused_by_name():
+    for options, message in [
         (dict(head_type="hydra", context=1), "context=1.*hydra"),
         (dict(head_type="medusa", context=1), "context=1.*medusa"),
         (dict(head_type="layer", context=1), "context=1.*layer"),
@@ -288,11 +291,9 @@ def test_tables_are_added_to_trained_heads(kind):
         (dict(head_type="cp", window=4, context=1, transition_context=True), "transition_context=True.*cp"),
         (dict(head_type="hmm", window=4, transition_context=True), "transition_context=True"),
         (dict(head_type="hmm", window=4, context=1, masked_tokens="marginalise"), "masked_tokens.*context=1"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_by_name(options, message):
-    with pytest.raises(Exception, match=message):
-        MTPHeadConfig(**options)
+    ]:
+        with pytest.raises(Exception, match=message):
+            MTPHeadConfig(**options)
 
 
 def with_config(folder, **changes):

@@ -52,6 +52,7 @@ def test_zero_adapters_are_the_drafter_without_layers(k):
     assert (drafter.distribution(**given).leaf_logits[real] - want[real]).abs().max() > 1e-2
 
 
+@pytest.mark.by_day("gemma3")
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
 def test_drafts_are_exact_and_those_of_whole_sequences(kind):
     base = other_backbone(kind) if kind != "llama" else backbone()
@@ -122,14 +123,11 @@ def test_the_backbone_learns_nothing_and_only_adapters_are_saved(tmp_path):
         torch.testing.assert_close(parameter.grad, old)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_refusals():
+    for options, message in [
         (dict(draft_layers=9), "draft_layers=.*9.*3"),
         (dict(draft_layers=1, head_type="layer"), "decoder layers"),
         (dict(draft_layers=-1), "draft_layers=.*1.*0"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises((ValueError, StrictDataclassError), match=message):
-        MTPHeads.from_backbone(backbone(), **options)
+    ]:
+        with pytest.raises((ValueError, StrictDataclassError), match=message):
+            MTPHeads.from_backbone(backbone(), **options)

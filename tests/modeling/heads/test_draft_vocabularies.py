@@ -49,6 +49,7 @@ def rows():
     return left_padded([torch.randint(1, 64, (length,), generator=generator) for length in (9, 3, 12)])
 
 
+@pytest.mark.by_day("ff-tree1", "btree-None", "medusa-tree1", "hydra-own-None", "layer-tree1")
 @pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 3, "total_tokens": 8}])
 @pytest.mark.parametrize("name", TYPES)
 def test_greedy_text_is_the_same_and_drafts_stay_inside(name, tree):
@@ -62,6 +63,7 @@ def test_greedy_text_is_the_same_and_drafts_stay_inside(name, tree):
     assert out.speculation.vocabulary_coverage == pytest.approx(sum(t in KEPT for t in written) / len(written))
 
 
+@pytest.mark.by_day("hmm-None", "hydra-tree1")
 @pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 2, "total_tokens": 5}])
 @pytest.mark.parametrize("name", ["cp", "hmm", "btree", "hydra", "medusa"])
 def test_samples_follow_the_target(name, tree):
@@ -86,24 +88,24 @@ def test_processors_that_leave_nothing_to_draft():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", TYPES)
-def test_distributions_are_over_all_ids_and_sum_to_one(name):
-    _, heads = made(name)
-    ids = torch.arange(3, 15)[None]
-    whole = heads.distribution(ids)
-    features = heads.features(heads._run_backbone(ids, None, None).hidden_states)[:, -1]
-    outside = sorted(set(range(64)) - set(KEPT))
-    for first in (KEPT[3], outside[4]):
-        after = heads.distribution_after(features, torch.tensor([first]), 3)
-        drafted, probs = after.sample_with_probs(3)
-        text = torch.nn.functional.pad(drafted, (0, after.window - 3))
-        exact = after.conditional_log_probs(text)[:, :3].exp()
-        torch.testing.assert_close(probs, exact, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(exact.sum(-1), torch.ones(1, 3))
-        assert exact[..., outside].count_nonzero() == 0 and probs.shape == (1, 3, 64)
-    text = torch.tensor([KEPT[0], outside[0], KEPT[2], KEPT[1]]).expand(1, 12, -1)
-    assert whole.token_log_probs(text)[..., [0, 2, 3]].isfinite().all()
-    assert whole.prefix_log_prob(text).isinf().all((0, 1)).tolist() == [False, True, True, True]
+def test_distributions_are_over_all_ids_and_sum_to_one():
+    for name in TYPES:
+        _, heads = made(name)
+        ids = torch.arange(3, 15)[None]
+        whole = heads.distribution(ids)
+        features = heads.features(heads._run_backbone(ids, None, None).hidden_states)[:, -1]
+        outside = sorted(set(range(64)) - set(KEPT))
+        for first in (KEPT[3], outside[4]):
+            after = heads.distribution_after(features, torch.tensor([first]), 3)
+            drafted, probs = after.sample_with_probs(3)
+            text = torch.nn.functional.pad(drafted, (0, after.window - 3))
+            exact = after.conditional_log_probs(text)[:, :3].exp()
+            torch.testing.assert_close(probs, exact, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(exact.sum(-1), torch.ones(1, 3))
+            assert exact[..., outside].count_nonzero() == 0 and probs.shape == (1, 3, 64)
+        text = torch.tensor([KEPT[0], outside[0], KEPT[2], KEPT[1]]).expand(1, 12, -1)
+        assert whole.token_log_probs(text)[..., [0, 2, 3]].isfinite().all()
+        assert whole.prefix_log_prob(text).isinf().all((0, 1)).tolist() == [False, True, True, True]
 
 
 @torch.no_grad()
@@ -119,40 +121,41 @@ def test_a_first_token_without_a_column_says_nothing_of_a_circuit():
     torch.testing.assert_close(after.prefix_log_prob(torch.tensor(KEPT)[windows[:, 1:]]), want)
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_losses_are_those_of_the_drafted_targets(name):
-    base, heads = made(name)
-    heads.config.loss_target = "labels"
-    ids = torch.randint(1, 64, (2, 14), generator=torch.Generator().manual_seed(2))
-    out = heads(ids, labels=ids)
-    whole = heads.distribution(ids)
-    windows = torch.nn.functional.pad(ids, (0, 4)).unfold(1, 14, 1)[:, 1:].transpose(1, 2)
-    terms = -whole.token_log_probs(windows)
-    real = torch.arange(14)[:, None] + torch.arange(1, 5) < 14
-    terms = torch.where(real & torch.isin(windows, torch.tensor(KEPT)), terms, 0.0)
-    means = terms.sum((0, 1)) / (2 * real.sum(0))
-    torch.testing.assert_close(out.head_losses, means.detach(), atol=1e-5, rtol=1e-4)
-    assert heads.loss_counts(ids).tolist() == [26, 24, 22, 20]
-    out.loss.backward()
-    assert all(parameter.grad is None for parameter in base.parameters())
+def test_losses_are_those_of_the_drafted_targets():
+    for name in TYPES:
+        base, heads = made(name)
+        heads.config.loss_target = "labels"
+        ids = torch.randint(1, 64, (2, 14), generator=torch.Generator().manual_seed(2))
+        out = heads(ids, labels=ids)
+        whole = heads.distribution(ids)
+        windows = torch.nn.functional.pad(ids, (0, 4)).unfold(1, 14, 1)[:, 1:].transpose(1, 2)
+        terms = -whole.token_log_probs(windows)
+        real = torch.arange(14)[:, None] + torch.arange(1, 5) < 14
+        terms = torch.where(real & torch.isin(windows, torch.tensor(KEPT)), terms, 0.0)
+        means = terms.sum((0, 1)) / (2 * real.sum(0))
+        torch.testing.assert_close(out.head_losses, means.detach(), atol=1e-5, rtol=1e-4)
+        assert heads.loss_counts(ids).tolist() == [26, 24, 22, 20]
+        out.loss.backward()
+        assert all(parameter.grad is None for parameter in base.parameters())
 
 
-@pytest.mark.parametrize("kind", ["cross_entropy", "tv"])
-def test_a_teacher_is_renormalised_where_it_is_imitated_and_not_where_it_verifies(kind):
-    base, heads = made("hydra")
-    heads.config.loss_target, heads.config.loss_divergence = "teacher", kind
-    ids = torch.randint(1, 64, (2, 14), generator=torch.Generator().manual_seed(2))
-    found = heads(ids, labels=ids)
-    kept = torch.tensor(KEPT)
-    p = base(ids).logits[:, 1:-1].log_softmax(-1)[..., kept]  # of the second token after positions 0 .. 11
-    p = p.log_softmax(-1) if kind == "cross_entropy" else p
-    windows = torch.nn.functional.pad(ids, (0, 4)).unfold(1, 14, 1)[:, 1:].transpose(1, 2)
-    q = heads.distribution(ids).conditional_log_probs(windows)[:, :12, 1][..., kept]
-    terms = -(p.exp() * q).sum(-1) if kind == "cross_entropy" else 1 - torch.minimum(p, q).exp().sum(-1)
-    terms = torch.where(torch.isin(ids[:, 2:], kept), terms, 0.0)
-    torch.testing.assert_close(found.head_losses[1], terms.mean().detach(), atol=1e-5, rtol=1e-4)
+def test_a_teacher_is_renormalised_where_it_is_imitated_and_not_where_it_verifies():
+    for kind in ["cross_entropy", "tv"]:
+        base, heads = made("hydra")
+        heads.config.loss_target, heads.config.loss_divergence = "teacher", kind
+        ids = torch.randint(1, 64, (2, 14), generator=torch.Generator().manual_seed(2))
+        found = heads(ids, labels=ids)
+        kept = torch.tensor(KEPT)
+        p = base(ids).logits[:, 1:-1].log_softmax(-1)[..., kept]  # of the second token after positions 0 .. 11
+        p = p.log_softmax(-1) if kind == "cross_entropy" else p
+        windows = torch.nn.functional.pad(ids, (0, 4)).unfold(1, 14, 1)[:, 1:].transpose(1, 2)
+        q = heads.distribution(ids).conditional_log_probs(windows)[:, :12, 1][..., kept]
+        terms = -(p.exp() * q).sum(-1) if kind == "cross_entropy" else 1 - torch.minimum(p, q).exp().sum(-1)
+        terms = torch.where(torch.isin(ids[:, 2:], kept), terms, 0.0)
+        torch.testing.assert_close(found.head_losses[1], terms.mean().detach(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.by_day("hydra-own")
 @pytest.mark.parametrize("name", ["cp", "hydra-own", "layer"])
 def test_the_directory_keeps_it(name, tmp_path):
     base, heads = made(name)
@@ -172,12 +175,12 @@ def test_unembeddings_of_their_own_start_as_rows_of_the_backbone_s():
     assert MTPHeads.from_backbone(base, draft_vocab_size=9).draft_ids.tolist() == list(range(9))
 
 
-@pytest.mark.parametrize("wrong", [[], [3, 64], [-1], [4, 4]])
-def test_ids_that_cannot_be_meant(wrong):
-    with pytest.raises(ValueError, match="draft_ids"):
-        MTPHeads.from_backbone(backbone(), draft_ids=wrong)
-    with pytest.raises(StrictDataclassClassValidationError, match="draft_vocab_size=65"):
-        MTPHeads.from_backbone(backbone(), draft_vocab_size=65)
+def test_ids_that_cannot_be_meant():
+    for wrong in [[], [3, 64], [-1], [4, 4]]:
+        with pytest.raises(ValueError, match="draft_ids"):
+            MTPHeads.from_backbone(backbone(), draft_ids=wrong)
+        with pytest.raises(StrictDataclassClassValidationError, match="draft_vocab_size=65"):
+            MTPHeads.from_backbone(backbone(), draft_vocab_size=65)
 
 
 def test_codes_go_there_and_back():
@@ -187,14 +190,14 @@ def test_codes_go_there_and_back():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["btree", "hydra", "layer"])
-def test_measures_of_drafts_are_over_all_ids(name):
-    _, heads = made(name)
-    ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(2))
-    outside = sorted(set(range(64)) - set(KEPT))
-    for part in drafted_probs(heads, {"input_ids": ids, "labels": ids}):
-        assert part.draft.shape == part.target.shape and part.draft[..., outside].isinf().all()
-        torch.testing.assert_close(part.draft.exp().sum(-1), torch.ones(part.tokens.shape))
+def test_measures_of_drafts_are_over_all_ids():
+    for name in ["btree", "hydra", "layer"]:
+        _, heads = made(name)
+        ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(2))
+        outside = sorted(set(range(64)) - set(KEPT))
+        for part in drafted_probs(heads, {"input_ids": ids, "labels": ids}):
+            assert part.draft.shape == part.target.shape and part.draft[..., outside].isinf().all()
+            torch.testing.assert_close(part.draft.exp().sum(-1), torch.ones(part.tokens.shape))
 
 
 def test_heads_and_backbone_learn_together():
@@ -208,11 +211,11 @@ def test_heads_and_backbone_learn_together():
     assert base.lm_head.weight.grad.any() and heads.head.firsts[0].linear.weight.grad.any()
 
 
-@pytest.mark.parametrize("layout", ["medusa", "vllm"])
-def test_layouts_of_whole_vocabularies_are_refused(layout, tmp_path):
-    _, heads = made("medusa-own")
-    with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
-        heads.export(tmp_path / "heads", layout)
-    with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
-        export(heads, tmp_path / "engine", "vllm")
-    assert f"{len(KEPT)} of 64 token ids" in str(describe(heads))
+def test_layouts_of_whole_vocabularies_are_refused(tmp_path):
+    for layout in ["medusa", "vllm"]:
+        _, heads = made("medusa-own")
+        with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
+            heads.export(tmp_path / "heads", layout)
+        with pytest.raises(ValueError, match=f"draft_vocab_size={len(KEPT)}"):
+            export(heads, tmp_path / "engine", "vllm")
+        assert f"{len(KEPT)} of 64 token ids" in str(describe(heads))

@@ -24,6 +24,7 @@ def gradients(model):
     return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.by_day("False-backbone", "True-own")
 @pytest.mark.core_cases("False-backbone")
 @pytest.mark.parametrize("first", ["backbone", "own"])
 @pytest.mark.parametrize("joint", [False, True])

@@ -6,8 +6,8 @@ import torch
 from tests.distributions import golden
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads.circuit_head import FFHead
 from tokenahead.modeling.heads.circuits import MixtureDistribution
-from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
     DepthLossMixin,
@@ -49,11 +49,11 @@ def padding_masks(length):
     return torch.tensor([[int(low <= t < high) for t in range(length)] for low, high in cuts])
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 12])
-def test_targets_are_the_labels_ahead(window):
-    labels = torch.randint(0, 50, (3, 9))
-    labels[torch.rand(3, 9) < 0.2] = IGNORE
-    assert torch.equal(window_targets(labels, window), expected_targets(labels, window))
+def test_targets_are_the_labels_ahead():
+    for window in [1, 2, 5, 12]:
+        labels = torch.randint(0, 50, (3, 9))
+        labels[torch.rand(3, 9) < 0.2] = IGNORE
+        assert torch.equal(window_targets(labels, window), expected_targets(labels, window))
 
 
 def test_targets_by_hand():
@@ -62,24 +62,12 @@ def test_targets_by_hand():
     assert window_targets(labels, 2).tolist() == want
 
 
-def test_padding_on_both_sides():
-    mask = padding_masks(9)
-    labels = torch.randint(0, 50, mask.shape).masked_fill(mask == 0, IGNORE)
-    got = window_targets(labels, 3, attention_mask=mask)
-    assert torch.equal(got, expected_targets(labels, 3, mask))
-    assert (got[mask == 0] == IGNORE).all()
-
-
-def test_left_padding_with_unmasked_labels_predicts_nothing():
-    mask = padding_masks(9)[:1]
-    labels = torch.arange(9)[None]
-    assert torch.equal(window_targets(labels, 3, mask), expected_targets(labels, 3, mask))
-
-
-def test_padding_is_no_target_even_if_labels_keep_its_ids():
+def test_padding_predicts_nothing_and_is_no_target_even_if_labels_keep_its_ids():
     mask = padding_masks(9)
     labels = torch.randint(0, 50, mask.shape)
-    assert torch.equal(window_targets(labels, 3, mask), expected_targets(labels, 3, mask))
+    for given in (labels, labels.masked_fill(mask == 0, IGNORE)):
+        got = window_targets(given, 3, mask)
+        assert torch.equal(got, expected_targets(given, 3, mask)) and (got[mask == 0] == IGNORE).all()
 
 
 def test_mask_may_cover_a_cached_past():
@@ -93,17 +81,17 @@ def packed_positions(*lengths):
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_windows_stop_at_document_borders(rows):
+def test_windows_stop_at_document_borders():
     """Documents of 1 to 7 tokens, shorter and longer than the window; one row of position ids serves a batch."""
-    positions = packed_positions(4, 1, 7, 2, 3)
-    if rows == 2:
-        positions = torch.cat([positions, packed_positions(1, 1, 5, 10)])
-    labels = torch.randint(0, 50, (2, 17))
-    labels[0, 9] = IGNORE
-    for window in (1, 3, 6):
-        got = window_targets(labels, window, position_ids=positions)
-        assert torch.equal(got, expected_targets(labels, window, position_ids=positions))
+    for rows in [1, 2]:
+        positions = packed_positions(4, 1, 7, 2, 3)
+        if rows == 2:
+            positions = torch.cat([positions, packed_positions(1, 1, 5, 10)])
+        labels = torch.randint(0, 50, (2, 17))
+        labels[0, 9] = IGNORE
+        for window in (1, 3, 6):
+            got = window_targets(labels, window, position_ids=positions)
+            assert torch.equal(got, expected_targets(labels, window, position_ids=positions))
 
 
 def test_positions_of_a_left_padded_batch_hide_nothing():
@@ -114,20 +102,22 @@ def test_positions_of_a_left_padded_batch_hide_nothing():
     assert torch.equal(window_targets(labels, 4, mask, positions), window_targets(labels, 4, mask))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("reading", READINGS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_golden_losses(family, reading, dtype):
-    data = golden(f"loss_{family}_n4")
-    terms, valid = data[f"{reading}.terms"].to(dtype), data["valid"]
-    assert terms.isnan().any()  # where there is no target
-    close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
-    paper = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="paper")
-    tokens = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="tokens")
-    assert paper.dtype == tokens.dtype == dtype
-    torch.testing.assert_close(paper.reshape(1), data[f"{reading}.loss_paper_eq4"].to(dtype), **close)
-    torch.testing.assert_close(tokens.reshape(1), data[f"{reading}.loss_global_over_gammasum"].to(dtype), **close)
-    torch.testing.assert_close(depth_means(terms, valid), data[f"{reading}.L_j_global"].to(dtype), **close)
+def test_golden_losses():
+    for family in FAMILIES:
+        for reading in READINGS:
+            for dtype in [torch.float64, torch.float32]:
+                data = golden(f"loss_{family}_n4")
+                terms, valid = data[f"{reading}.terms"].to(dtype), data["valid"]
+                assert terms.isnan().any()  # where there is no target
+                close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
+                paper = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="paper")
+                tokens = discounted_mtp_loss(terms, valid, gamma=0.9, normalization="tokens")
+                assert paper.dtype == tokens.dtype == dtype
+                torch.testing.assert_close(paper.reshape(1), data[f"{reading}.loss_paper_eq4"].to(dtype), **close)
+                torch.testing.assert_close(
+                    tokens.reshape(1), data[f"{reading}.loss_global_over_gammasum"].to(dtype), **close
+                )
+                torch.testing.assert_close(depth_means(terms, valid), data[f"{reading}.L_j_global"].to(dtype), **close)
 
 
 def test_golden_terms_of_independent_heads():
@@ -153,15 +143,15 @@ def test_golden_terms_of_independent_heads():
     torch.testing.assert_close(sum(piece.loss for piece in pieces), whole.loss)
 
 
-@pytest.mark.parametrize("head_type", ["medusa", "hydra", "layer"])
-def test_gamma_is_read_and_the_recipe_stands_where_there_is_none(head_type):
-    counts = torch.tensor([4.0, 2.0, 1.0])
-    recipe = MTPHeadConfig(head_type=head_type, window=3)
-    assert recipe.gamma is None
-    first, *weights = (depth_weights(recipe, counts) * counts).tolist()
-    assert weights == pytest.approx({"medusa": [0.8, 0.64], "hydra": [1, 1], "layer": [1, 1]}[head_type])
-    given = MTPHeadConfig(head_type=head_type, window=3, loss_options={"decay": 0.5})
-    assert (depth_weights(given, counts) * counts).tolist() == pytest.approx([first, 0.5, 0.25])
+def test_gamma_is_read_and_the_recipe_stands_where_there_is_none():
+    for head_type in ["medusa", "hydra", "layer"]:
+        counts = torch.tensor([4.0, 2.0, 1.0])
+        recipe = MTPHeadConfig(head_type=head_type, window=3)
+        assert recipe.gamma is None
+        first, *weights = (depth_weights(recipe, counts) * counts).tolist()
+        assert weights == pytest.approx({"medusa": [0.8, 0.64], "hydra": [1, 1], "layer": [1, 1]}[head_type])
+        given = MTPHeadConfig(head_type=head_type, window=3, loss_options={"decay": 0.5})
+        assert (depth_weights(given, counts) * counts).tolist() == pytest.approx([first, 0.5, 0.25])
 
 
 def test_weights_by_hand():
@@ -175,24 +165,24 @@ def test_weights_by_hand():
     assert discounted_mtp_loss(terms, valid, 0.5, "tokens", counts).item() == pytest.approx((2 + 2.5) / 1.5)
 
 
-@pytest.mark.parametrize("normalization", ["paper", "tokens"])
-def test_terms_without_a_target_do_not_matter(normalization):
-    valid = torch.rand(3, 6, 4) < 0.6
-    terms = torch.rand(3, 6, 4)
-    spoiled = terms.masked_fill(~valid, float("nan")).requires_grad_()
-    want = discounted_mtp_loss(terms.masked_fill(~valid, 0.0), valid, normalization=normalization)
-    for flags in (valid, valid.long(), valid.float()):
-        assert torch.equal(discounted_mtp_loss(spoiled, flags, normalization=normalization), want)
-    discounted_mtp_loss(spoiled, valid, normalization=normalization).backward()
-    assert (spoiled.grad[~valid] == 0).all() and (spoiled.grad[valid] > 0).all()
+def test_terms_without_a_target_do_not_matter():
+    for normalization in ["paper", "tokens"]:
+        valid = torch.rand(3, 6, 4) < 0.6
+        terms = torch.rand(3, 6, 4)
+        spoiled = terms.masked_fill(~valid, float("nan")).requires_grad_()
+        want = discounted_mtp_loss(terms.masked_fill(~valid, 0.0), valid, normalization=normalization)
+        for flags in (valid, valid.long(), valid.float()):
+            assert torch.equal(discounted_mtp_loss(spoiled, flags, normalization=normalization), want)
+        discounted_mtp_loss(spoiled, valid, normalization=normalization).backward()
+        assert (spoiled.grad[~valid] == 0).all() and (spoiled.grad[valid] > 0).all()
 
 
-@pytest.mark.parametrize("normalization", ["paper", "tokens"])
-def test_a_batch_without_targets_costs_nothing(normalization):
-    terms = torch.full((2, 3, 4), float("nan"), requires_grad=True)
-    loss = discounted_mtp_loss(terms, torch.zeros(2, 3, 4), normalization=normalization)
-    loss.backward()
-    assert loss.item() == 0 and (terms.grad == 0).all()
+def test_a_batch_without_targets_costs_nothing():
+    for normalization in ["paper", "tokens"]:
+        terms = torch.full((2, 3, 4), float("nan"), requires_grad=True)
+        loss = discounted_mtp_loss(terms, torch.zeros(2, 3, 4), normalization=normalization)
+        loss.backward()
+        assert loss.item() == 0 and (terms.grad == 0).all()
 
 
 def test_unknown_normalization_is_refused():
@@ -225,34 +215,34 @@ def test_depth_means():
     assert not means.requires_grad
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("masked", ["observe", "marginalise"])
-def test_what_is_scored_is_the_label(kind, masked):
+def test_what_is_scored_is_the_label():
     """Labels that differ from the ids: the loss is that of ids that agree with them."""
-    head, config, hidden, _ = head_and_batch(kind)
-    config.masked_tokens = masked
-    ids, labels = torch.randint(0, 11, (2, 2, 7))
-    targets = window_targets(labels, 3)
-    found = head_loss(head, config, hidden, targets, ids)[0]
-    torch.testing.assert_close(found, head_loss(head, config, hidden, targets, labels)[0])
-    torch.testing.assert_close(found, plain_loss(head, config, hidden, targets, labels)[0])
-    assert abs(found - head_loss(head, config, hidden, window_targets(ids, 3), ids)[0]) > 1e-3
+    for masked in ["observe", "marginalise"]:
+        for kind in FAMILIES:
+            head, config, hidden, _ = head_and_batch(kind)
+            config.masked_tokens = masked
+            ids, labels = torch.randint(0, 11, (2, 2, 7))
+            targets = window_targets(labels, 3)
+            found = head_loss(head, config, hidden, targets, ids)[0]
+            torch.testing.assert_close(found, head_loss(head, config, hidden, targets, labels)[0])
+            torch.testing.assert_close(found, plain_loss(head, config, hidden, targets, labels)[0])
+            assert abs(found - head_loss(head, config, hidden, window_targets(ids, 3), ids)[0]) > 1e-3
 
 
-@pytest.mark.parametrize("wrong", [11, 70000, -1, -101])
-def test_labels_outside_the_vocabulary_are_refused_by_name(wrong):
-    head, config, hidden, targets = head_and_batch()
-    targets[1, 2, 1] = wrong
-    with pytest.raises(ValueError, match=f"labels hold {wrong}, but the vocabulary has 11 tokens"):
-        head_loss(head, config, hidden, targets, None)
+def test_labels_outside_the_vocabulary_are_refused_by_name():
+    for wrong in [11, 70000, -1, -101]:
+        head, config, hidden, targets = head_and_batch()
+        targets[1, 2, 1] = wrong
+        with pytest.raises(ValueError, match=f"labels hold {wrong}, but the vocabulary has 11 tokens"):
+            head_loss(head, config, hidden, targets, None)
 
 
-@pytest.mark.parametrize("padding", [False, True])
-def test_shifted_labels_are_the_labels_of_the_next_position(padding):
-    mask = padding_masks(9) if padding else None
-    labels = torch.randint(0, 50, (4, 9))
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    assert torch.equal(depth_targets(None, 3, mask, shift_labels=shifted), window_targets(labels, 3, mask))
+def test_shifted_labels_are_the_labels_of_the_next_position():
+    for padding in [False, True]:
+        mask = padding_masks(9) if padding else None
+        labels = torch.randint(0, 50, (4, 9))
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        assert torch.equal(depth_targets(None, 3, mask, shift_labels=shifted), window_targets(labels, 3, mask))
 
 
 def test_shifted_labels_may_go_on_behind_the_last_position():
@@ -300,31 +290,31 @@ def test_terms_without_a_target_give_no_gradient():
     assert (by_head[:2] > 0).all() and (by_head[2:] == 0).all()  # the fourth is outside the window
 
 
-@pytest.mark.parametrize("masked", ["observe", "marginalise"])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_packed_documents_cost_what_they_cost_apart(kind, masked):
+def test_packed_documents_cost_what_they_cost_apart():
     """Three documents packed into one row against the same documents as rows of a padded batch."""
-    lengths = (5, 1, 8)
-    head, config, _, _ = head_and_batch(kind)
-    config.masked_tokens = masked
-    documents = [torch.randn(length, 6) for length in lengths]
-    ids = [torch.randint(0, 11, (length,)) for length in lengths]
-    labels = [document.clone() for document in ids]
-    labels[2][3] = IGNORE
-    targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
-    packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None]).to_tuple()
-    hidden, tokens, apart_labels = (
-        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
-        for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
-    )
-    apart_targets = window_targets(apart_labels, 3)
-    apart, *_ = head_loss(head, config, hidden, apart_targets, tokens).to_tuple()
-    torch.testing.assert_close(packed, apart)
-    assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
-    across, *_ = head_loss(
-        head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None
-    ).to_tuple()
-    assert abs(across - packed) > 1e-3
+    for kind in FAMILIES:
+        for masked in ["observe", "marginalise"]:
+            lengths = (5, 1, 8)
+            head, config, _, _ = head_and_batch(kind)
+            config.masked_tokens = masked
+            documents = [torch.randn(length, 6) for length in lengths]
+            ids = [torch.randint(0, 11, (length,)) for length in lengths]
+            labels = [document.clone() for document in ids]
+            labels[2][3] = IGNORE
+            targets = window_targets(torch.cat(labels)[None], 3, position_ids=packed_positions(*lengths))
+            packed, *_ = head_loss(head, config, torch.cat(documents)[None], targets, torch.cat(ids)[None]).to_tuple()
+            hidden, tokens, apart_labels = (
+                torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+                for rows, fill in ((documents, 0), (ids, 0), (labels, IGNORE))
+            )
+            apart_targets = window_targets(apart_labels, 3)
+            apart, *_ = head_loss(head, config, hidden, apart_targets, tokens).to_tuple()
+            torch.testing.assert_close(packed, apart)
+            assert (targets != IGNORE).sum((0, 1)).tolist() == (apart_targets != IGNORE).sum((0, 1)).tolist()
+            across, *_ = head_loss(
+                head, config, torch.cat(documents)[None], window_targets(torch.cat(labels)[None], 3), None
+            ).to_tuple()
+            assert abs(across - packed) > 1e-3
 
 
 def test_tokens_ahead():

@@ -74,6 +74,7 @@ def test_weighted_layer_heads_are_the_backbone_with_another_last_layer():
         torch.testing.assert_close(distribution[:, :, k], want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.by_day("GPTNeoXConfig")
 @pytest.mark.parametrize("family", [Gemma3TextConfig, GPTNeoXConfig, Qwen3Config], ids=lambda family: family.__name__)
 @torch.no_grad()
 def test_new_layers_start_as_the_last_layer_of_any_family(family):
@@ -84,20 +85,21 @@ def test_new_layers_start_as_the_last_layer_of_any_family(family):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_padding_changes_no_distribution(kind):
-    _, heads = made(kind)
-    tokens = torch.randint(2, 64, (1, 8, 4), generator=torch.Generator().manual_seed(1))
-    alone = heads.distribution(IDS[:1, :8]).conditional_log_probs(tokens)
-    for before in (0, 3):
-        padded = torch.nn.functional.pad(IDS[:1, :8], (before, 3 - before))
-        mask = torch.nn.functional.pad(torch.ones(1, 8, dtype=torch.long), (before, 3 - before))
-        wide = torch.nn.functional.pad(tokens, (0, 0, before, 3 - before))
-        got = heads.distribution(padded, attention_mask=mask).conditional_log_probs(wide)[mask.bool()]
-        torch.testing.assert_close(got, alone[0], atol=1e-4, rtol=0)
+def test_padding_changes_no_distribution():
+    for kind in KINDS:
+        _, heads = made(kind)
+        tokens = torch.randint(2, 64, (1, 8, 4), generator=torch.Generator().manual_seed(1))
+        alone = heads.distribution(IDS[:1, :8]).conditional_log_probs(tokens)
+        for before in (0, 3):
+            padded = torch.nn.functional.pad(IDS[:1, :8], (before, 3 - before))
+            mask = torch.nn.functional.pad(torch.ones(1, 8, dtype=torch.long), (before, 3 - before))
+            wide = torch.nn.functional.pad(tokens, (0, 0, before, 3 - before))
+            got = heads.distribution(padded, attention_mask=mask).conditional_log_probs(wide)[mask.bool()]
+            torch.testing.assert_close(got, alone[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.by_day("medusa-own", "hydra-ungrounded", "hydra++", "layer-weighted")
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_moves_every_weight_of_the_heads_and_none_of_the_backbone(kind, tmp_path):
     base, heads = made(kind)
@@ -121,6 +123,7 @@ def test_training_moves_every_weight_of_the_heads_and_none_of_the_backbone(kind,
     assert again.config.loss_target == heads.config.loss_target
 
 
+@pytest.mark.by_day("labels-medusa-own", "teacher-hydra++")
 @pytest.mark.parametrize("kind", ["medusa-own", "hydra++", "layer-weighted"])
 @pytest.mark.parametrize("target", ["labels", "teacher"])
 def test_chunks_change_no_gradient(kind, target, monkeypatch):
@@ -158,9 +161,8 @@ def test_losses_are_weighed_taught_and_balanced_as_defined():
     torch.testing.assert_close(got, torch.stack([means[0], *taught]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_contradictory_options_are_refused_by_name():
+    for options, message in [
         ({"head_type": "hydra", "masked_tokens": "marginalise"}, "summed out"),
         (
             {"head_type": "medusa", "mix": "weighted"},
@@ -169,11 +171,9 @@ def test_losses_are_weighed_taught_and_balanced_as_defined():
         ({"head_type": "layer", "num_blocks": 2}, "num_blocks=.*2"),
         ({"head_type": "medusa", "loss_options": {"weights": [1.0]}}, "one entry per depth"),
         ({"head_type": "hydra", "arch": "eagle-attn"}, "arch='eagle-attn'"),
-    ],
-)
-def test_contradictory_options_are_refused_by_name(options, message):
-    with pytest.raises(StrictDataclassError, match=message):
-        MTPHeadConfig(window=4, **options)
+    ]:
+        with pytest.raises(StrictDataclassError, match=message):
+            MTPHeadConfig(window=4, **options)
 
 
 def test_a_backbone_without_fitting_layers_is_refused_by_name():
@@ -188,9 +188,9 @@ def test_heads_that_read_more_than_one_state_say_which_method_gives_their_distri
             heads.window_distribution(torch.zeros(1, 32))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen3_next", "linear_attention"), ("glm_moe_dsa", "indexed_attention")])
-@pytest.mark.parametrize("options", [{"head_type": "layer"}, {"draft_layers": 1}], ids=["layer head", "draft layer"])
-def test_a_layer_that_needs_others_is_refused(name, kind, options):
-    model = AutoModelForCausalLM.from_config(family_config(name, vocab_size=48))
-    with pytest.raises(ValueError, match=f"{name}.*{kind}"):
-        MTPHeads.from_backbone(model, window=3, **options)
+def test_a_layer_that_needs_others_is_refused():
+    for options in [{"head_type": "layer"}, {"draft_layers": 1}]:
+        for name, kind in [("qwen3_next", "linear_attention"), ("glm_moe_dsa", "indexed_attention")]:
+            model = AutoModelForCausalLM.from_config(family_config(name, vocab_size=48))
+            with pytest.raises(ValueError, match=f"{name}.*{kind}"):
+                MTPHeads.from_backbone(model, window=3, **options)

@@ -43,6 +43,7 @@ def wanted(kind, tensors, n):
     return torch.stack([log_prob(kind, tensors, state, tokens) for state, tokens in zip(*windows(n))])
 
 
+@pytest.mark.by_day("ff-4", "cp-2", "hmm-4", "btree-8")
 @pytest.mark.core_cases("hmm-4", "btree-8")
 @pytest.mark.parametrize(("kind", "n"), CASES, ids=lambda value: str(value))
 def test_a_circuit_is_the_one_of_the_file(kind, n, tmp_path):
@@ -53,36 +54,37 @@ def test_a_circuit_is_the_one_of_the_file(kind, n, tmp_path):
     torch.testing.assert_close(scored(heads, n), wanted(kind, tensors, n), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
-def test_without_settings_the_shapes_decide(kind, tmp_path):
-    heads = MTPHeads.from_official(write(tmp_path, published(kind, 8), None))
-    assert heads.config.head_type == kind
-    torch.testing.assert_close(scored(heads, 8), wanted(kind, published(kind, 8), 8), atol=1e-10, rtol=0)
+def test_without_settings_the_shapes_decide(tmp_path):
+    for kind in ["ff", "cp", "hmm", "btree"]:
+        heads = MTPHeads.from_official(write(tmp_path, published(kind, 8), None))
+        assert heads.config.head_type == kind
+        torch.testing.assert_close(scored(heads, 8), wanted(kind, published(kind, 8), 8), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-def test_positions_are_those_of_the_file(kind, tmp_path):
-    tensors = published(kind) | {SCOPE: torch.tensor([[2], [0], [3], [1]])}
-    heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind)))
-    torch.testing.assert_close(scored(heads, 4), wanted(kind, tensors, 4), atol=1e-10, rtol=0)
-    del (unsaid := published(kind))[SCOPE]
-    heads = MTPHeads.from_official(write(tmp_path, unsaid, settings(kind)))
-    torch.testing.assert_close(scored(heads, 4), wanted(kind, published(kind), 4), atol=1e-10, rtol=0)
+def test_positions_are_those_of_the_file(tmp_path):
+    for kind in ["cp", "hmm", "btree"]:
+        tensors = published(kind) | {SCOPE: torch.tensor([[2], [0], [3], [1]])}
+        heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind)))
+        torch.testing.assert_close(scored(heads, 4), wanted(kind, tensors, 4), atol=1e-10, rtol=0)
+        del (unsaid := published(kind))[SCOPE]
+        heads = MTPHeads.from_official(write(tmp_path, unsaid, settings(kind)))
+        torch.testing.assert_close(scored(heads, 4), wanted(kind, published(kind), 4), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["hmm", "btree"])
-def test_orders_of_sums_matter(kind, tmp_path):
+def test_orders_of_sums_matter(tmp_path):
     """That the comparison above sees a wrong order: sums reversed, or rows and columns swapped."""
-    n, tensors = 8, published(kind, 8)
-    heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind, n)))
-    swapped = tensors | {SUM.format(0): tensors[SUM.format(0)].transpose(1, 2).contiguous()}
-    names = [SUM.format(k) for k in (0, 1)]
-    first = tensors[names[0]].flip(0) if kind == "btree" else tensors[names[1]]
-    reordered = tensors | {names[0]: first} | ({} if kind == "btree" else {names[1]: tensors[names[0]]})
-    for wrong in (swapped, reordered):
-        assert (scored(heads, n) - wanted(kind, wrong, n)).abs().max() > 1e-3
+    for kind in ["hmm", "btree"]:
+        n, tensors = 8, published(kind, 8)
+        heads = MTPHeads.from_official(write(tmp_path, tensors, settings(kind, n)))
+        swapped = tensors | {SUM.format(0): tensors[SUM.format(0)].transpose(1, 2).contiguous()}
+        names = [SUM.format(k) for k in (0, 1)]
+        first = tensors[names[0]].flip(0) if kind == "btree" else tensors[names[1]]
+        reordered = tensors | {names[0]: first} | ({} if kind == "btree" else {names[1]: tensors[names[0]]})
+        for wrong in (swapped, reordered):
+            assert (scored(heads, n) - wanted(kind, wrong, n)).abs().max() > 1e-3
 
 
+@pytest.mark.by_day("ff", "hmm")
 @pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
 def test_evabyte_drafts_with_them_and_says_what_it_said(kind, tmp_path):
     tensors, own = published(kind), evabyte()
@@ -119,6 +121,7 @@ def adapted(base, tensors, count):
     return base
 
 
+@pytest.mark.by_day("evabyte-1", "llama-2")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("model", [evabyte, llama])
 @torch.no_grad()
@@ -227,19 +230,19 @@ WRONG_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG_TENSORS)
-def test_unknown_tensors_are_refused_by_name(kind, tmp_path):
-    change, named = WRONG_TENSORS[kind]
-    change(tensors := published("hmm"))
-    with pytest.raises(ValueError, match=named):
-        MTPHeads.from_official(write(tmp_path, tensors, settings("hmm")), llama())
+def test_unknown_tensors_are_refused_by_name(tmp_path):
+    for kind in WRONG_TENSORS:
+        change, named = WRONG_TENSORS[kind]
+        change(tensors := published("hmm"))
+        with pytest.raises(ValueError, match=named):
+            MTPHeads.from_official(write(tmp_path, tensors, settings("hmm")), llama())
 
 
-@pytest.mark.parametrize("name", WRONG_SETTINGS)
-def test_settings_that_are_not_known_are_refused_by_name(name, tmp_path):
-    _set(name, WRONG_SETTINGS[name])(values := settings("hmm"))
-    with pytest.raises(ValueError, match=name):
-        EvaByteForMTPC.from_official(write(tmp_path, published("hmm"), values), evabyte())
+def test_settings_that_are_not_known_are_refused_by_name(tmp_path):
+    for name in WRONG_SETTINGS:
+        _set(name, WRONG_SETTINGS[name])(values := settings("hmm"))
+        with pytest.raises(ValueError, match=name):
+            EvaByteForMTPC.from_official(write(tmp_path, published("hmm"), values), evabyte())
 
 
 def test_other_sums_than_the_named_circuit_has(tmp_path):
@@ -250,14 +253,14 @@ def test_other_sums_than_the_named_circuit_has(tmp_path):
         MTPHeads.from_official(write(tmp_path, published("cp") | bias, settings("cp")))
 
 
-@pytest.mark.parametrize("changed", [{"vocab_size": 64}, {"hidden_size": 64}])
-def test_another_backbone_is_refused(changed, tmp_path):
-    (name,) = changed
-    folder = saved(tmp_path)
-    with pytest.raises(ValueError, match=name):
-        EvaByteForMTPC.from_official(folder, tiny_model(**{"vocab_size": 40} | changed))
-    with pytest.raises(ValueError, match=name):
-        MTPHeads.from_official(folder, llama(**changed) if name != "vocab_size" else backbone())
+def test_another_backbone_is_refused(tmp_path):
+    for changed in [{"vocab_size": 64}, {"hidden_size": 64}]:
+        (name,) = changed
+        folder = saved(tmp_path)
+        with pytest.raises(ValueError, match=name):
+            EvaByteForMTPC.from_official(folder, tiny_model(**{"vocab_size": 40} | changed))
+        with pytest.raises(ValueError, match=name):
+            MTPHeads.from_official(folder, llama(**changed) if name != "vocab_size" else backbone())
 
 
 def test_adapters_need_their_backbone_and_their_scale(tmp_path):

@@ -10,8 +10,8 @@ from tokenahead import MTPHeadConfig, MTPHeads
 from tokenahead.configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from tokenahead.model_cards import render_card
 from tokenahead.model_cards.export import export
+from tokenahead.modeling.heads.circuit_head import factorised_distribution
 from tokenahead.modeling.heads.family import FAMILIES, HeadFamily, register
-from tokenahead.modeling.heads.ff import factorised_distribution
 from tokenahead.modeling.heads.joint import JointMTPModel
 
 IDS = torch.randint(2, 64, (2, 11), generator=torch.Generator().manual_seed(0))

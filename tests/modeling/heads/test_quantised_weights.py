@@ -40,6 +40,7 @@ def base(request, tmp_path):
     return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
 
 
+@pytest.mark.by_day("int8-eagle 3")
 @pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 def test_the_text_is_the_quantised_models_own(base, make):
     ids, options = prompt_for(base), {"max_new_tokens": 12, "do_sample": False}
@@ -48,6 +49,7 @@ def test_the_text_is_the_quantised_models_own(base, make):
     assert torch.equal(base.generate(ids, assistant_model=drafter, **options), base.generate(ids, **options))
 
 
+@pytest.mark.by_day("int8")
 def test_heads_learn_beside_it_and_load_again(base, tmp_path):
     ids, heads = prompt_for(base), MTPHeads.from_backbone(base, window=3)
     assert {parameter.dtype for parameter in heads.parameters()} == {torch.float32}

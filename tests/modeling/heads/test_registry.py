@@ -22,24 +22,21 @@ def test_both_halves_hold_the_same_families():
     assert {name: family.facts for name, family in FAMILIES.items()} == HEAD_FAMILIES
 
 
-@pytest.mark.parametrize("kind", HEAD_FAMILIES)
-def test_every_family_has_options_that_exist_and_a_description(kind):
-    config = MTPHeadConfig(head_type=kind, window=3)
-    assert set(config.family.written()) == set(config.options())
-    assert config.describe() and "{" not in config.describe() and config.family.citation
+def test_every_family_has_options_that_exist_and_a_description():
+    for kind in HEAD_FAMILIES:
+        config = MTPHeadConfig(head_type=kind, window=3)
+        assert set(config.family.written()) == set(config.options())
+        assert config.describe() and "{" not in config.describe() and config.family.citation
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "value", "takers"),
-    [
+def test_an_option_of_another_family_is_refused_by_name():
+    for kind, option, value, takers in [
         ("ff", "rank", 2, "cp, hmm, btree"),
         ("ff", "contextual", False, "cp, hmm, btree"),
         ("cp", "homogeneous", True, "hmm"),
-    ],
-)
-def test_an_option_of_another_family_is_refused_by_name(kind, option, value, takers):
-    with pytest.raises(StrictDataclassError, match=f"{option}={value}: head_type='{kind}'.*option of {takers}$"):
-        MTPHeadConfig(head_type=kind, window=3, **{option: value})
+    ]:
+        with pytest.raises(StrictDataclassError, match=f"{option}={value}: head_type='{kind}'.*option of {takers}$"):
+            MTPHeadConfig(head_type=kind, window=3, **{option: value})
 
 
 def test_a_head_built_alone_starts_as_in_a_model():
@@ -48,19 +45,19 @@ def test_a_head_built_alone_starts_as_in_a_model():
     assert 0.45 < head.weight.std().item() < 0.55
 
 
-@pytest.mark.parametrize("unembedding", ["own", "shared"])
-def test_copies_of_a_model_draft_with_their_own_unembedding(unembedding):
-    model = tiny_model()
-    model.set_head(head_type="cp", window=3, rank=2, unembedding=unembedding)
-    hidden = torch.randn(2, 32)
-    tokens = torch.zeros(2, 3, dtype=torch.long)
-    expected = model.window_distribution(hidden).conditional_log_probs(tokens)
-    twin, loaded = copy.deepcopy(model).double(), pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    torch.testing.assert_close(loaded.window_distribution(hidden).conditional_log_probs(tokens), expected)
-    exact = twin.window_distribution(hidden.double()).conditional_log_probs(tokens)
-    torch.testing.assert_close(exact.float(), expected)
+def test_copies_of_a_model_draft_with_their_own_unembedding():
+    for unembedding in ["own", "shared"]:
+        model = tiny_model()
+        model.set_head(head_type="cp", window=3, rank=2, unembedding=unembedding)
+        hidden = torch.randn(2, 32)
+        tokens = torch.zeros(2, 3, dtype=torch.long)
+        expected = model.window_distribution(hidden).conditional_log_probs(tokens)
+        twin, loaded = copy.deepcopy(model).double(), pickle.loads(pickle.dumps(model))
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        torch.testing.assert_close(loaded.window_distribution(hidden).conditional_log_probs(tokens), expected)
+        exact = twin.window_distribution(hidden.double()).conditional_log_probs(tokens)
+        torch.testing.assert_close(exact.float(), expected)
 
 
 def test_a_head_that_peft_wraps_is_asked_by_contract():

@@ -32,6 +32,7 @@ MADE = {
 }
 
 
+@pytest.mark.by_day("add_adapter, own name", "within a PeftModel")
 @pytest.mark.core_cases("add_adapter, default")
 @pytest.mark.parametrize("how", MADE)
 @torch.no_grad()

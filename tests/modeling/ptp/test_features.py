@@ -96,7 +96,7 @@ def test_best_of_takes_the_most_central():
         assert int(best_of(positions, torch.tensor(case["n_correct"]))) == case["argmin"]
 
 
-@pytest.mark.parametrize(("kind", "dim"), [("sine", 4), ("bits", 16), ("scalar", 2), ("threshold", 0)])
-def test_unknown_features_are_refused(kind, dim):
-    with pytest.raises(ValueError, match="features="):
-        uniform_features(torch.rand(3), kind, dim)
+def test_unknown_features_are_refused():
+    for kind, dim in (("sine", 4), ("bits", 16), ("scalar", 2), ("threshold", 0)):
+        with pytest.raises(ValueError, match="features="):
+            uniform_features(torch.rand(3), kind, dim)

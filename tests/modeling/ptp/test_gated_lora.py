@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tokenahead.modeling.ptp.gated_linear import gate_linears
-from tokenahead.modeling.ptp.gated_lora import ADAPTER, Gate
+from tokenahead.modeling.ptp.gated_lora import ADAPTER, Gate, gate_linears
 from tokenahead.modeling.ptp.gated_lora import opened as opened_gate
 
 

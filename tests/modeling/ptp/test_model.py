@@ -17,6 +17,7 @@ def plain(name: str) -> tuple[torch.nn.Module, PTPForCausalLM]:
     return backbone(CONFIGS[name]()), student(base=backbone(CONFIGS[name]()))
 
 
+@pytest.mark.by_day("llama", "gpt2", "opt")
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_tokens_are_the_backbones_bit_for_bit(name):
@@ -31,6 +32,7 @@ def test_tokens_are_the_backbones_bit_for_bit(name):
     assert torch.equal(model(tokens, uniforms=behind).logits[:, :9], closed(tokens, uniforms=behind).logits[:, :9])
 
 
+@pytest.mark.by_day("qwen3", "gpt2")
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_folders_keep_the_logits(name, tmp_path):
@@ -43,6 +45,7 @@ def test_folders_keep_the_logits(name, tmp_path):
     assert isinstance(loaded, PTPForCausalLM) and loaded.config.variant == "one_hot"
 
 
+@pytest.mark.by_day("llama-one_hot", "gpt2-categorical", "opt-one_hot")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @torch.no_grad()
@@ -262,10 +265,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_backbones_that_cannot_carry_slots_are_refused_by_name(config, message):
-    with pytest.raises(ValueError, match=message):
-        PTPForCausalLM(PTPConfig(backbone_config=config()))
+def test_backbones_that_cannot_carry_slots_are_refused_by_name():
+    for config, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            PTPForCausalLM(PTPConfig(backbone_config=config()))
 
 
 def test_attention_without_dense_masks_is_refused():
@@ -291,9 +294,8 @@ def test_texts_up_to_the_end_of_a_table():
             model.generate(prompt, max_new_tokens=17, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_configurations():
+    for options, message in [
         ({"variant": "both"}, "variant='both'"),
         ({"features": "sine"}, "features='sine'"),
         ({"projection": "cubic"}, "projection='cubic'"),
@@ -301,8 +303,6 @@ def test_texts_up_to_the_end_of_a_table():
         ({"num_slots": 0}, "num_slots=.*0.*1"),
         ({"lora_rank": 0}, "lora_rank=.*0.*1"),
         ({"sampling": {"typical_p": 0.2}}, "typical_p"),
-    ],
-)
-def test_bad_configurations(options, message):
-    with pytest.raises(Exception, match=message):
-        PTPConfig(backbone_config=CONFIGS["llama"](), **options)
+    ]:
+        with pytest.raises(Exception, match=message):
+            PTPConfig(backbone_config=CONFIGS["llama"](), **options)

@@ -18,6 +18,7 @@ def run(command, *words) -> int:
     return ended.value.code or 0
 
 
+@pytest.mark.by_day("evabyte")
 @pytest.mark.parametrize("name", ["evabyte", "modules", "ptp"])
 def test_models_that_draft_for_themselves_are_measured_side_by_side(name, folders, tmp_path):
     (tmp_path / "prompts.txt").write_text("def f(x):\n")
@@ -31,6 +32,7 @@ def test_models_that_draft_for_themselves_are_measured_side_by_side(name, folder
         assert own.expected_tokens_per_call == pytest.approx(own.tokens_per_verification, abs=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("learns", ["lora", "all"])
 def test_what_was_trained_is_what_is_measured(learns, settings_of, folders, tmp_path):
     """Adapters and a backbone that learned with heads: the loss is that of the training's end, not of its beginning."""
@@ -43,6 +45,7 @@ def test_what_was_trained_is_what_is_measured(learns, settings_of, folders, tmp_
     assert (settings.adapters is None) == (learns == "all")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("learns", ["lora", "all"])
 def test_heads_complete_with_the_backbone_that_they_learned_with(learns, settings_of, folders, tmp_path, capsys):
     trainer = train(settings_of(drafter="heads", strategy={"train": learns}, learning_rate=0.3))

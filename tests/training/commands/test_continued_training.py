@@ -25,6 +25,7 @@ def first(request, settings_of, tmp_path):
     return request.param, tmp_path / "run", backbone_of(trainer)(IDS).logits.detach()
 
 
+@pytest.mark.by_day("lora-where it began")
 @pytest.mark.parametrize("named", ["where it began", "nothing", "where it ended"])
 def test_a_training_goes_on_with_the_backbone_that_learned(named, first, folders, settings_of, tmp_path):
     learns, run, wanted = first
@@ -44,6 +45,7 @@ def test_a_training_goes_on_with_the_backbone_that_learned(named, first, folders
     assert (facts["adapters"] is None) == (learns == "all")
 
 
+@pytest.mark.by_day("all")
 def test_another_backbone_than_that_which_learned(first, folders, settings_of, tmp_path, recwarn):
     learns, run, _ = first
     other = shutil.copytree(folders / "llama", tmp_path / "other")
@@ -62,6 +64,7 @@ def test_another_backbone_than_that_which_learned(first, folders, settings_of, t
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.by_day("all")
 def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_path, capsys):
     learns, run, wanted = first
     settings = settings_of(
@@ -81,6 +84,7 @@ def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_
     assert measuring.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_heads_say_which_backbone_they_went_on_with(settings_of, folders, tmp_path):
     """Frozen both times, on a copy the second time."""
     train(settings_of(drafter="heads", max_steps=1))

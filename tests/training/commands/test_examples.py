@@ -27,6 +27,7 @@ def test_every_file_is_understood(file, tmp_path):
     assert settings.drafter.training_strategy() == TrainingStrategy(**given.get("strategy", {}))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_file_trains(file, folders, data, tmp_path):
     """As written but for the names of model and data, the number of steps, and tokens that so small a model lacks."""
@@ -59,6 +60,7 @@ def script(name):
     return module
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["train_heads", "train_evabyte", "train_drafters"])
 def test_scripts_train(name, folders, data, tmp_path, monkeypatch):
     """As written but for the number of steps and, for a file, the data's name: where there is no accelerator, too."""
@@ -81,6 +83,7 @@ def test_scripts_train(name, folders, data, tmp_path, monkeypatch):
     assert json.loads((out / "config.json").read_text())
 
 
+@pytest.mark.by_day("length")
 @pytest.mark.parametrize("task", ["length", "sums"])
 def test_rollouts_of_grpo_are_drafted_by_a_head_that_learns(task, folders, tmp_path, monkeypatch):
     module, policy, head = script("grpo"), tmp_path / "policy", tmp_path / "head"

@@ -83,6 +83,7 @@ class Until(StoppingCriteria):
         return False not in self.done
 
 
+@pytest.mark.by_day("suffix")
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 def test_its_criteria_end_ragged_batches_where_plain_decoding_does(stub, drafter):
     run("run")

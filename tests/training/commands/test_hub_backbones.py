@@ -9,6 +9,7 @@ import pytest
 
 from tests.loopback_hub import LoopbackHub
 
+pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
 
 

@@ -11,6 +11,7 @@ import yaml
 from tests.loopback_hub import LoopbackHub
 from tests.training.commands.conftest import LINES
 
+pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
 
 

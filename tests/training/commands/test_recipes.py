@@ -64,6 +64,7 @@ def check_lossless(backbone, heads, drafts):
     assert torch.equal(out.sequences, plain.sequences) and len(out.speculation.rows_drafts[0][0]) == drafts
 
 
+@pytest.mark.nightly
 def test_medusa_2(run, folders, tmp_path):
     trainer, watch = run("medusa2.yaml")
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -93,6 +94,7 @@ def test_medusa_2(run, folders, tmp_path):
     check_lossless(trained, MTPHeads.from_pretrained(tmp_path / "run").attach(trained), drafts=5)
 
 
+@pytest.mark.nightly
 def test_hydra_plus_plus(run, folders, tmp_path):
     trainer, watch = run("hydra_plus_plus.yaml")
     assert all(any("prefix" in name for name in names) for names in watch.moved)

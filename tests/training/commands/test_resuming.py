@@ -57,6 +57,7 @@ def _bare(monkeypatch):
     kill_client.leave_out_cards(monkeypatch.setattr)
 
 
+@pytest.mark.by_day("heads only")
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_run_that_is_killed_goes_on(run, settings_of, killed, tmp_path):
     options = dict(max_steps=4, save_strategy="steps", save_steps=1, save_total_limit=2, **run)
@@ -72,6 +73,7 @@ def test_a_run_that_is_killed_goes_on(run, settings_of, killed, tmp_path):
         torch.testing.assert_close(models[1].state_dict()[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.by_day("optimizer.pt")
 @pytest.mark.parametrize("lost", ["trainer_state.json", "optimizer.pt"])
 def test_a_checkpoint_that_was_cut_off_is_passed_over(lost, settings_of, tmp_path):
     options = dict(max_steps=4, save_strategy="steps", save_steps=2, **HEADS)
@@ -108,6 +110,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(settings_of, 
         train(settings_of(**options, resume_from_checkpoint=str(folder)))
 
 
+@pytest.mark.by_day("lora")
 @pytest.mark.parametrize("run", ["heads only", "lora", "parallel"])
 def test_a_finished_run_makes_no_further_step(run, settings_of, tmp_path):
     options = dict(max_steps=3, save_strategy="steps", save_steps=2, lr_scheduler_type="constant", **RUNS[run])

@@ -29,5 +29,5 @@ def test_states_of_a_server_are_stored_and_learned_from(tmp_path, settings_of):
     ],
 )
 def test_a_server_without_directories_is_refused(given, settings_of):
-    with pytest.raises(ValueError, match="features_engine=.*folder.*features"):
+    with pytest.raises(ValueError, match="features_engine="):
         settings_of(**HEADS, **given)

@@ -45,6 +45,7 @@ def plain_loss(model, own, rows) -> torch.Tensor:
     return slots_mean + options.base_weight * own_mean
 
 
+@pytest.mark.by_day("one_hot-ce", "categorical-kl", "learns-reverse_kl", "one_hot-bce")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "learns"])
 def test_gradients_are_those_of_the_definition(variant, loss, tmp_path, monkeypatch):
@@ -109,6 +110,7 @@ def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, m
     assert seen and max(seen) <= 3 * VOCABULARY
 
 
+@pytest.mark.by_day("one_hot-True", "categorical-False")
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
 def test_greedy_completions_are_the_teachers_greedy_texts(variant, is_own, tmp_path):

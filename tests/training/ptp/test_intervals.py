@@ -6,7 +6,7 @@ import torch
 from tests.ptp_models import backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, trainer
 from tokenahead.generation.tensors.sampling import interval
-from tokenahead.training.ptp.completions import Sequences as CompletionSequences
+from tokenahead.training.ptp.forwards import Sequences as CompletionSequences
 from tokenahead.training.ptp.forwards import Teacher
 from tokenahead.training.ptp.losses import target_probs
 
@@ -37,6 +37,7 @@ def drawn(model, tmp_path, seed=3, **options):
     return found, loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.by_day("categorical-dataset", "one_hot-student")
 @pytest.mark.core_cases("categorical-dataset")
 @pytest.mark.parametrize("sequences", ["dataset", "student"])
 @pytest.mark.parametrize("variant", ["categorical", "one_hot"])

@@ -10,7 +10,7 @@ from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 from tokenahead import PTPForCausalLM
 from tokenahead.training import PTPOptions
 from tokenahead.training.ptp.losses import LOSSES
-from tokenahead.training.ptp.readers import MaskReader
+from tokenahead.training.ptp.tasks import MaskReader
 
 
 def masked(**options):
@@ -22,6 +22,7 @@ def task_of(model, tmp_path, rows, **options):
     return own._task(model, own.data_collator(rows), True), own
 
 
+@pytest.mark.by_day("mlp-kl", "none-ce")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("sampler", ["mlp", "none"])
 def test_masks_adapters_and_sampler_learn_and_nothing_else(loss, sampler, tmp_path):

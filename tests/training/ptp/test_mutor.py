@@ -16,7 +16,7 @@ from tokenahead import PTPForCausalLM
 from tokenahead.modeling.ptp.inputs import packed_mask, packed_positions
 from tokenahead.modeling.ptp.registers import REGISTER, RegisterModel
 from tokenahead.training import MuToROptions, MuToRTrainer
-from tokenahead.training.ptp.completions import Sequences
+from tokenahead.training.ptp.forwards import Sequences
 from tokenahead.training.ptp.mutor import Registers
 
 LAYOUTS = Path(__file__).parents[2] / "data" / "ptp" / "mutor_layout.json"
@@ -27,8 +27,7 @@ def registers(rows, offsets, **columns) -> Registers:
     return Registers.of(Sequences.of(inputs), torch.tensor(offsets))
 
 
-@pytest.mark.parametrize("case", json.loads(LAYOUTS.read_text()), ids=lambda case: f"d{case['d']}")
-def test_the_layout_of_the_public_code(case):
+def check_layout_of_the_public_code(case):
     """Interleaved there, packed behind the tokens here: the same places, targets, positions and views."""
     tokens, question = torch.tensor([case["ids"]]), case["question_len"]
     labels = tokens.masked_fill(torch.arange(tokens.shape[1]) < question, -100)
@@ -49,6 +48,11 @@ def test_the_layout_of_the_public_code(case):
         assert seen[tokens.shape[1] + own, : tokens.shape[1]].tolist() == theirs[place, columns].tolist()
         others = seen[tokens.shape[1] + own, tokens.shape[1] :]
         assert others.nonzero().tolist() == [[own]] and theirs[place, flags].sum() == 1
+
+
+def test_the_layout_of_the_public_code():
+    for case in json.loads(LAYOUTS.read_text()):
+        check_layout_of_the_public_code(case)
 
 
 def test_packed_documents_padding_and_prompts_have_no_targets_of_others():
@@ -217,6 +221,7 @@ def test_micro_batches_and_evaluation_do_not_depend_on_how_they_are_cut(tmp_path
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.nightly
 def test_registers_learn_to_look_ahead(tmp_path):
     data = [{"input_ids": (torch.arange(14) + shift) % VOCABULARY} for shift in range(VOCABULARY)]
     own = trainer(backbone(), tmp_path, data, steps=80, evaluation=data)

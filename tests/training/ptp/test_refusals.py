@@ -7,8 +7,7 @@ from transformers import TrainingArguments
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import EvaByteTokenizer
 from tokenahead.training import PTPTrainer
-from tokenahead.training.ptp.completions import Sequences
-from tokenahead.training.ptp.forwards import PackedBatch
+from tokenahead.training.ptp.forwards import PackedBatch, Sequences
 
 
 def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **arguments):
@@ -18,33 +17,27 @@ def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **
     return PTPTrainer(student(), how, **given)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_that_would_not_do(tmp_path):
+    for arguments, message in [
         ({"compute_metrics": lambda found: {}}, "compute_metrics="),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is for losses of labels"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
-    ],
-)
-def test_arguments_that_would_not_do(arguments, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, **arguments)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "train_dataset is empty"),
-        ([{"text": "a"}] * 4, "a row of the data has no input_ids: text is tokenized beforehand"),
-        ([{"input_ids": ids(8), "labels": ids(5)}] * 4, "a row of the data has 8 input_ids and 5 labels"),
-        ([{"input_ids": ids(8), "labels": ids(9)}] * 4, "a row of the data has 8 input_ids and 9 labels"),
-        ([{"input_ids": ids(8), "position_ids": ids(5)}] * 4, "8 input_ids and 5 position_ids: every id needs one"),
-    ],
-)
 @pytest.mark.parametrize("tokenizer", [None, EvaByteTokenizer()])
-def test_rows_that_padding_would_hide(rows, message, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, rows, processing_class=tokenizer).train()
+def test_rows_that_padding_would_hide(tokenizer, tmp_path):
+    for rows, message in (
+        ([], "train_dataset is empty"),
+        ([{"text": "a"}] * 4, "input_ids"),
+        ([{"input_ids": ids(8), "labels": ids(5)}] * 4, "8 input_ids and 5 labels"),
+        ([{"input_ids": ids(8), "labels": ids(9)}] * 4, "8 input_ids and 9 labels"),
+        ([{"input_ids": ids(8), "position_ids": ids(5)}] * 4, "8 input_ids and 5 position_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, rows, processing_class=tokenizer).train()
 
 
 def test_labels_that_are_all_masked_are_an_error_and_no_loss_of_zero(tmp_path):

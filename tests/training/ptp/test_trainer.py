@@ -9,8 +9,15 @@ from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.tensors.sampling import pick
 from tokenahead.training import PTPOptions, PTPTrainer
-from tokenahead.training.ptp.completions import Sequences, at_columns, draw_starts
-from tokenahead.training.ptp.forwards import PackedBatch, SlotInputs, Teacher, student_drafts
+from tokenahead.training.ptp.forwards import (
+    PackedBatch,
+    Sequences,
+    SlotInputs,
+    Teacher,
+    at_columns,
+    draw_starts,
+    student_drafts,
+)
 from tokenahead.training.ptp.losses import LOSSES, SEQUENCES, target_probs
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
@@ -48,6 +55,9 @@ def task(model, tmp_path, rows, is_training=True, **options):
     return (found.sequences, found.packed, found.completions, (found.u, found.reached)), own
 
 
+@pytest.mark.by_day(
+    "one_hot-ce-dataset", "one_hot-bce-student", "categorical-kl-student", "categorical-reverse_kl-dataset"
+)
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -61,6 +71,7 @@ def test_every_loss_and_source_trains_the_student_alone(variant, loss, sequences
         assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
 
 
+@pytest.mark.by_day("dataset-one_hot", "student-categorical")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_uniforms_pick_the_tokens_under_the_verified_distribution(variant, sequences, tmp_path):
@@ -153,6 +164,7 @@ def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
     assert torch.equal(picked[reached], completions.tokens[reached])
 
 
+@pytest.mark.nightly
 def test_inverse_training_lowers_the_loss_without_a_teacher(tmp_path):
     model = PTPForCausalLM.from_backbone(backbone(), "categorical", num_slots=3)
     model.train_only("all")
@@ -163,6 +175,7 @@ def test_inverse_training_lowers_the_loss_without_a_teacher(tmp_path):
     assert "num_correct" not in own.state.log_history[0]
 
 
+@pytest.mark.nightly
 def test_a_one_hot_student_learns_what_uniforms_pick(tmp_path):
     data = texts(backbone(), count=64, length=16)
     model = PTPForCausalLM.from_backbone(backbone(), features="threshold", num_slots=3, lora_rank=8)
@@ -232,19 +245,16 @@ def moving() -> PTPForCausalLM:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error", "message"),
-    [
+def test_bad_combinations(tmp_path):
+    for make, options, error, message in [
         (backbone, {}, TypeError, "LlamaForCausalLM"),
         (student, {"method": "inverse"}, ValueError, "variant='categorical'.*'one_hot'"),
         (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "sampling=.*inverse"),
         (moving, {}, ValueError, "base_weight=0.*teacher="),
         (student, {"base_weight": 1.0}, ValueError, "base_weight=1.0"),
-    ],
-)
-def test_bad_combinations(make, options, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        trainer(make(), tmp_path, data=[], **options)
+    ]:
+        with pytest.raises(error, match=message):
+            trainer(make(), tmp_path, data=[], **options)
 
 
 def test_bad_teachers_and_data(tmp_path):

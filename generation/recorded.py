@@ -1,0 +1,193 @@
+"""Loops on a cache of a fixed size, where a cycle is recorded once and replayed (`graphs`).
+
+The ends of sequences are also found on the device (`Stopping.counts`), so that a whole cycle comes before the host
+reads it. Where the next cycle needs nothing of the host, it is launched before the host reads this one (`ahead`); where
+all sequences turn out to have ended, it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+from .backbone.static import StaticBackbone
+from .backbone.target import Target
+from .call.outputs import GenerateSpeculativeOutput, Graphs
+from .call.sequences import FixedSequences, NewTokens
+from .contract import DraftTree, PrefillOutput
+from .graphs import Recorder, fingerprint, held_draft, obstacle_to_whole
+from .guarded import GuardedLoop
+from .loop import region_observer
+from .plan import SpeculationPlan
+from .stateful import StatefulLoop
+from .verification.cycles import Cycle
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_LENGTHS = 1, 2, 4
+"""Lengths of drafts that adaptive ones are rounded up to where each has a recording; full ones have another."""
+
+
+class StaticLoop(GuardedLoop):
+    """On a static cache without fixed shapes: nothing is recorded, and the statistics say why."""
+
+    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+        super().__init__(plan, target)
+        self.told = self.results.statistics.graphs = Graphs()
+        if not _is_fixed(target):
+            self.told.reasons["cycle"] = plan.unfixed or "another cache than transformers' own"
+
+    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
+        output = super()._finished()
+        if isinstance(self.target, StaticBackbone):
+            self.told.buffer_bytes, self.told.buffers_made = self.target.buffer_use()
+        return output
+
+
+class RecordedLoop(StaticLoop):
+    """In tensors with constant addresses.
+
+    Attributes:
+        fixed: The sequences.
+        recorder: Records and replays; None: nothing does.
+        ahead: A cycle that was launched, and that the host has not read yet.
+        is_whole: Whether the host is needed nowhere within a cycle.
+        is_constant: Whether this cycle has the shapes of others.
+    """
+
+    fixed: FixedSequences
+    recorder: Recorder | None = None
+    ahead: Cycle | None = None
+    is_whole = is_constant = False
+
+    def _first(self, outputs: PrefillOutput) -> None:
+        super()._first(outputs)
+        plan, target, results = self.plan, self.target, self.results
+        assert isinstance(target, StaticBackbone)  # as `loop_of` sees to
+        room, hold = target.layout.capacity - results.unwritten, target.held
+        results.tokens = self.fixed = FixedSequences(results.tokens, room, hold)
+        results.stopping.hold(hold, self.fixed.ids.device)
+        self.verifier.hold(hold, room - self.fixed.prompt_length)
+        if results.records is not None:
+            results.records.copies = True
+        reason = obstacle_to_whole(plan.draft_options, results.stopping.others)
+        self.is_whole = reason is None
+        if reason is not None:
+            self.told.reasons["cycle"] = reason
+        served = results.records, results.streamer, plan.schedule, results.table
+        is_served = any(each is not None for each in served)
+        self.needs_host = is_served or self.session.reads_host or plan.synced_gpus  # between two cycles
+        if plan.unrecorded is not None:
+            self.told.reasons["cycle" if self.is_whole else "forward"] = plan.unrecorded
+        elif target.buffers is not None:
+            shape = fingerprint(*plan.marks, self.is_whole, results.table, self.hidden_layers, *target.marks)
+            self.recorder = Recorder(target.buffers, shape, self.plan.verifier_model.device, self.told)
+
+    def _drafts(self) -> bool:
+        return self.session is self.plan.session
+
+    def _length(self) -> int:
+        is_recorded = self.recorder is not None or region_observer() is not None
+        most = self.plan.session.num_tokens
+        self.is_constant = is_recorded and self.results.positions_left() >= most
+        if not self.is_constant:
+            return super()._length()
+        # drafts beyond the end are cut
+        self.target.last_position = None if self.results.table is None else self.results.table - 1
+        longest = self.lengths.length()
+        return min(n for n in (0, *_LENGTHS, most) if n >= longest)
+
+    def _is_steady(self) -> bool:
+        return super()._is_steady() and (self.recorder is None or self.recorder.is_steady)
+
+    def _cycle(self, length: int) -> tuple[Cycle, list[int]]:
+        self.results.statistics.backbone_calls += 1
+        drafted = None
+        if self.session.reads_host:
+            drafted = held_draft(self.session.propose(self.fixed, length), self.target.held)
+        if self.is_whole and (self._drafts() or self.ahead is not None):
+            cycle = self.ahead or self._launched(length, drafted)
+            self.ahead = self._launched(length, None) if self._is_followed() else None
+            cycle = self._on_host(cycle)
+            if cycle.faults and self.ahead is not None:  # it left no trace, so that the next one did its work
+                cycle, self.ahead = self._on_host(self.ahead), None
+            if not cycle.faults:
+                before = self.results.done
+                self.results.take(cycle, cycle.accepted)
+                return cycle, [count for count, done in zip(cycle.accepted, before) if not done]
+        else:
+            cycle = self._on_host(self._verified(*self._region("forward", self._read, length, drafted)))
+        return self._settled(self._sound(cycle))
+
+    def _launched(self, length: int, drafted: DraftTree | None) -> Cycle:
+        """Launch a whole cycle, and send what the host reads of it."""
+        return self._region("cycle", self._whole, length, drafted).send()
+
+    def _is_followed(self) -> bool:
+        """Return whether another cycle surely follows one that nobody has read, but for ends of sequences by eos."""
+        is_alike = self.is_constant and self._drafts() and not self.needs_host
+        return is_alike and self.results.tokens_left() > self.session.num_tokens + 1
+
+    def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if region_observer() is None and self.recorder is not None and self.is_constant and self._drafts():
+            return self.recorder(name, function, *args, **kwargs)
+        return super()._region(name, function, *args, **kwargs)
+
+    def _whole(self, length: int, drafted: DraftTree | None) -> Cycle:
+        """Return a cycle that ends before the host has read it; where a sequence is at fault, it leaves no trace."""
+        cycle = self._verified(*self._read(length, drafted))
+        counts = self.results.stopping.counts(self.fixed, cycle.result, cycle.is_sound())  # [B]
+        self._move_on(cycle, NewTokens.unread(counts))
+        return cycle
+
+    def _move_on(self, cycle: Cycle, new: NewTokens) -> None:
+        if new.counts:  # the host decided
+            self.fixed.end(self.results.done)
+        new = NewTokens.unread(new.on_device)  # nobody is told more
+        self.fixed.extend(new)
+        super()._move_on(cycle, new)
+
+    def _on_host(self, cycle: Cycle) -> Cycle:
+        cycle = super()._on_host(cycle)
+        if self.is_constant:
+            cycle.shorten(self.results.tokens_left() - 1)
+        return cycle
+
+    def _without_drafts(self, cycle: Cycle) -> Cycle:
+        cycle = super()._without_drafts(cycle)
+        if getattr(self.verifier, "takes_infinity", False):  # which no recording knew
+            self.recorder = None
+        return cycle
+
+    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
+        output = super()._finished()
+        if self.ahead is not None and self.told.replayed:
+            self.told.replayed["cycle"] -= 1
+        return output
+
+
+class StatefulStaticLoop(StatefulLoop, StaticLoop):
+    """On a static cache, with processors that may have a state."""
+
+
+class StatefulRecordedLoop(StatefulLoop, RecordedLoop):
+    """In constant tensors, with processors that may have a state."""
+
+
+def loop_of(plan: SpeculationPlan, target: Target) -> GuardedLoop:
+    """Return the loop of a call: of a static cache or another, with processors that may have a state or without."""
+    is_stateful = plan.watch is not None
+    if plan.config.cache_implementation != "static":
+        kind = StatefulLoop if is_stateful else GuardedLoop
+    elif _is_fixed(target):
+        kind = StatefulRecordedLoop if is_stateful else RecordedLoop
+    else:
+        kind = StatefulStaticLoop if is_stateful else StaticLoop
+    return kind(plan, target)
+
+
+def _is_fixed(target: Target) -> bool:
+    """Return whether cycles have fixed shapes."""
+    return isinstance(target, StaticBackbone) and target.buffers is not None and target.is_fixed

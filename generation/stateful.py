@@ -1,0 +1,96 @@
+"""The loop of calls with processors whose state their own calls move on: drafts until it moves, and plain after that.
+
+They are called as in plain decoding from then on. In the prefill they may prepare; what moves again in the cycle after
+it, which has no drafts (the trial), is a state. Where it moves later, the drafts are dropped, but drawn ones at which
+it moved: those up to them, themselves included, are verified (`limits`), for a token that is drawn anew because it was
+drafted comes too seldom. In plain decoding, sequences that are further on wait for the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .backbone.target import Target
+from .contract import DraftTree, TargetOutput
+from .guarded import GuardedLoop
+from .plan import SpeculationPlan, decode_plainly
+from .trees.building import up_to
+from .verification.cycles import Cycle
+
+
+class StatefulLoop(GuardedLoop):
+    """See the file.
+
+    Attributes:
+        limits: The most tokens of every sequence, in the cycle in which the state moved on a drawn draft.
+    """
+
+    limits: list[int] | None = None
+    is_plain = is_trial = False
+
+    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+        super().__init__(plan, target)
+        assert plan.watch is not None  # as `loop_of` sees to
+        self.watch = plan.watch
+
+    def _length(self) -> int:
+        return 0 if self.is_trial else super()._length()
+
+    def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool = False) -> Tensor:
+        """See `SpeculativeLoop`, and the file."""
+        watch, processing, self.limits = self.watch, self.plan.draft_options.processing, None
+        tokens, done = self.results.tokens, self.results.done
+        if self.is_plain:
+            return processing.in_step(tokens, logits, done)
+        was_trial, self.is_trial = self.is_trial, False
+        watch.note()
+        scores = processing.in_step(tokens, logits, done) if was_trial else processing(tokens, logits, tree, done)
+        if not watch.has_moved():
+            return scores
+        if is_prefill and not watch.has_matcher:
+            self.is_trial = True
+            return scores
+        self.is_plain = True
+        self._end_drafts(warns=False)
+        decode_plainly(f"{watch.name}, whose state moves in its calls", self.plan.options)
+        if is_prefill or was_trial:
+            return scores
+        watch.restore()
+        if tree.probs is not None:
+            scores, limits = processing.until(tokens, logits, tree, done, lambda: watch.moved() is not None)
+            watch.restore()
+            if any(limit and not over for limit, over in zip(limits, done)):
+                self.limits = limits
+                return scores
+        return processing.in_step(tokens, logits, done)
+
+    def _judged(self, tree: DraftTree, outputs: TargetOutput, scores: Tensor, numbers: Tensor | None) -> Cycle:
+        if self.limits is not None:
+            limits = torch.tensor(self.limits, device=scores.device)  # [B]
+            result = self.verifier.verify(up_to(tree, limits), scores).first(limits)
+            return Cycle(tree, tree, outputs, scores, result, numbers)
+        if self.is_plain and tree is not self.empty:  # since this cycle: its drafts were read, and are dropped
+            first = TargetOutput(outputs.logits[:, :1], outputs.first(1))
+            return Cycle(tree, self.empty, first, scores, self._picked(scores), numbers)
+        return super()._judged(tree, outputs, scores, numbers)
+
+    def _skipped(self) -> list[bool]:
+        return [done or waits for done, waits in zip(self.results.done, self._waiting())]
+
+    def _accepted(self, cycle: Cycle) -> list[int]:
+        if not self.is_plain:
+            return cycle.accepted
+        return [-1 if waits else count for count, waits in zip(cycle.accepted, self._waiting())]
+
+    def _waiting(self) -> list[bool]:
+        """Return which sequences are further on than others, and wait for these."""
+        if self.limits is not None:
+            return [not limit for limit in self.limits]
+        lengths = self.results.tokens.lengths
+        fewest = min((n for n, done in zip(lengths, self.results.done) if not done), default=0)
+        return [self.is_plain and n > fewest for n in lengths]
+
+    def _undo(self) -> None:
+        super()._undo()
+        self.watch.restore()

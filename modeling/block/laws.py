@@ -1,0 +1,480 @@
+"""Laws: joint distributions over the tokens of a block, from the rows that predict them.
+
+The window of a law is the block's m drafts; the token before it, b, is known. All laws are independent places or a
+circuit over them, and what stands before a place can bias its logits, by tables that read rows, too (`RowTables`). So
+each is a distribution of `modeling.heads`, with its drafts, trees and losses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ...configuration.block import BlockDrafterConfig
+from ..common.draft_vocabulary import DraftVocabulary
+from ..heads.circuit_head import circuit_from_logits, persistence
+from ..heads.circuits import LatentDistribution
+from ..heads.context import ContextDistribution
+from ..heads.window_distribution import FactorisedDistribution, Given, TokenReader, WindowDistribution, exact
+
+Inner = FactorisedDistribution | LatentDistribution
+
+
+class RowTables(ABC):
+    """Biases of the places of a block by the tokens before them and by the rows that predict them.
+
+    The first token that is read is b; place k, from 0 on, is the one behind k + 1 tokens.
+    """
+
+    moves_states = False
+    size: int
+    """v."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return what is read of token ids [...], [..., R]."""
+
+    @abstractmethod
+    def bias(self, embedded: Tensor, place: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the biases [..., j, v] of places from `place` on, and the state after them, if there is any.
+
+        `embedded` [..., j, R] are the tokens just before them, `state` what the places before have left.
+        """
+
+    def move(self, embedded: Tensor) -> Tensor | None:
+        """Return the biases [..., r, r] of the transitions after tokens [..., R]; None: they read nothing."""
+        return None
+
+    def __call__(self, tokens: Tensor) -> Given:
+        """Return the biases of the first m places from ids [..., m]: b and the first m - 1 tokens of the block."""
+        embedded = self.embed(tokens)
+        return Given(self.bias(embedded, 0, None)[0], self.move(embedded[..., 1:, :]))
+
+    def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader:
+        """Return a reader of a draft whose tokens have these `ids` (None: they are ids)."""
+        place, state = 0, None
+
+        def look_up(token: Tensor) -> tuple[Tensor, Tensor | None]:
+            nonlocal place, state
+            embedded = self.embed(token if ids is None else ids(token))
+            bias, state = self.bias(embedded[..., None, :], place, state)
+            place += 1
+            return bias[..., 0, :], self.move(embedded)
+
+        return TokenReader(look_up, self.size)
+
+
+class BlockLaw(nn.Module, ABC):
+    """A joint distribution over the m tokens of a block.
+
+    Args:
+        config: Of the drafter: d, V, v and m are read.
+
+    Attributes:
+        module_name: Name under which a drafter holds it.
+        needs_window: Whether the law of the first places changes where fewer than m are given.
+        width: R, width of its embeddings of tokens; 0: it has none.
+    """
+
+    module_name = "law_head"
+    needs_window = False
+    width = 0
+
+    def __init__(self, config: BlockDrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def num_columns(self) -> int:
+        """v, the tokens that have a column."""
+        return self.config.draft_vocab_size or self.config.vocab_size
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return its embeddings of token ids [...], [..., R]."""
+        raise ValueError(f"law={self.config.law!r} has no embeddings of tokens")
+
+    @abstractmethod
+    def inner(self, rows: Tensor, logits: Tensor) -> Inner:
+        """Return the distribution without what tokens add, from rows [..., m, d] and exact logits [..., m, v]."""
+
+    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables | None:
+        """Return what tokens add; None: nothing. For `anchor` see `distribution`."""
+        return None
+
+    def distribution(
+        self,
+        rows: Tensor,
+        logits: Tensor,
+        last: Tensor,
+        anchor: Tensor | None = None,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> WindowDistribution:
+        """Return the distribution of the tokens of a block over their columns.
+
+        Args:
+            rows: [..., m, d], the states of the rows that draft.
+            logits: [..., m, v], their base logits.
+            last: [...] int64, id of the token b before the block.
+            anchor: [..., d], the state of b's own row where that drafts nothing.
+            vocabulary: The tokens of the columns; None: all. Tokens of the distribution are its codes.
+        """
+        logits = exact(logits)
+        tables, inner = self.tables(rows, logits, anchor), self.inner(rows, logits)
+        if tables is None:
+            return inner
+        known = last if vocabulary is None else vocabulary.codes(last)
+        found = ContextDistribution(inner, tables, known[..., None])
+        found.codes = vocabulary
+        return found
+
+
+class IndependentLaw(BlockLaw):
+    """Independent places (DFlash)."""
+
+    def inner(self, rows: Tensor, logits: Tensor) -> Inner:
+        return FactorisedDistribution(logits[..., None, :])  # [..., m, 1, v]
+
+
+def scattered(values: Tensor, columns: Tensor, size: int) -> Tensor:
+    """Return values [..., K] at their columns [..., K], and 0 elsewhere, [..., size]."""
+    shape = torch.broadcast_shapes(values.shape, columns.shape)
+    whole = values.new_zeros(*shape[:-1], size)
+    return whole.scatter(-1, columns.expand(shape), values.expand(shape))
+
+
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+
+
+class MarkovLaw(IndependentLaw):
+    """Places that are independent given the token before each: base logits and biases W2 phi(e(y), h).
+
+    y is the token before a place, h the row that drafts it. `"vanilla"`: phi = e. `"gated"`: e, gated by h and e.
+    `"rnn"`: a gated recurrence over the tokens of the block.
+
+    Args:
+        config: Of the drafter.
+        rank: R, width of e.
+        kind: One of `MARKOV_KINDS`.
+
+    Raises:
+        ValueError: Another kind.
+    """
+
+    module_name = "markov_head"
+
+    def __init__(self, config: BlockDrafterConfig, rank: int = 256, kind: str = "vanilla") -> None:
+        super().__init__(config)
+        if kind not in MARKOV_KINDS:
+            raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(MARKOV_KINDS)}")
+        self.kind, self.width, size = kind, rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, self.num_columns, bias=False)
+        self.gate_proj = nn.Linear(size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank) if kind == "rnn" else None
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Draw e with entries of deviation 1 (`std` is not read); W2 is 0: the law starts without any bias."""
+        init.normal_(self.markov_w1.weight, std=1.0)
+        init.zeros_(self.markov_w2.weight)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.markov_w1(tokens)
+
+    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables:
+        return MarkovTables(self, rows, anchor)
+
+    def read(self, embedded: Tensor, rows: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return phi [..., j, R] of e [..., j, R] and rows [..., j, d], and the state after them."""
+        if self.joint_proj is not None:
+            return self._walk(self.joint_proj, embedded, rows, state)
+        if self.gate_proj is None:
+            return embedded, None
+        return embedded * self.gate_proj(joined(rows, embedded)).sigmoid(), None
+
+    def _walk(self, joint: nn.Linear, embedded: Tensor, rows: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        found, last = list[Tensor](), torch.zeros_like(embedded[..., 0, :]) if state is None else state
+        for token, row in zip(embedded.unbind(-2), rows.unbind(-2)):
+            gate, new, out = joint(joined(last, token, row)).chunk(3, -1)
+            gate = gate.sigmoid()
+            last = gate * last + (1 - gate) * new.tanh()
+            found.append(out.tanh())
+        return torch.stack(torch.broadcast_tensors(*found), -2), last
+
+
+class MarkovTables(RowTables):
+    """The biases of a Markov head for the rows of a block.
+
+    Args:
+        head: The head.
+        rows: [..., m, d].
+        anchor: [..., d], b's own row, which a recurrence reads before the others; None: it does not.
+        transitions: From e to the bias of an HMM's transitions, R to r^2; None: they read no token.
+    """
+
+    def __init__(
+        self, head: MarkovLaw, rows: Tensor, anchor: Tensor | None = None, transitions: nn.Linear | None = None
+    ) -> None:
+        self.head, self.rows, self.transitions = head, rows.to(head.markov_w2.weight.dtype), transitions
+        self.anchor = anchor if head.kind == "rnn" else None
+        self.moves_states, self.size = transitions is not None, head.markov_w2.out_features
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.head.embed(ids)
+
+    def bias(self, embedded: Tensor, place: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if place == 0 and self.anchor is not None:
+            anchor = self.anchor[..., None, :].to(self.rows.dtype)
+            _, state = self.head.read(embedded[..., :1, :], anchor, None)
+        rows = self.rows[..., place : place + embedded.shape[-2], :]
+        found, state = self.head.read(embedded, rows, state)
+        return self.head.markov_w2(found), state
+
+    def move(self, embedded: Tensor) -> Tensor | None:
+        if self.transitions is None:
+            return None
+        rank = round(self.transitions.out_features**0.5)
+        return self.transitions(embedded).unflatten(-1, (rank, rank))
+
+
+class ConfidenceHead(nn.Module):
+    """Estimates, before a token is drawn, how likely it is to be accepted (DSpark).
+
+    Args:
+        config: Of the drafter.
+        width: Width of the embeddings of tokens that are read, too; 0: none.
+    """
+
+    def __init__(self, config: BlockDrafterConfig, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + width, 1)
+
+    def forward(self, rows: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """Return logits [..., m] of rows [..., m, d], with the embeddings [..., m, R] of the tokens before them."""
+        inputs = rows if embeddings is None else joined(rows, embeddings)
+        return exact(self.proj(inputs.to(self.proj.weight.dtype))[..., 0])
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """Return parts [..., n_i] side by side, [..., sum n_i], in the last one's dtype; leading axes broadcast."""
+    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.to(parts[-1].dtype).expand(*shape, -1) for part in parts], -1)
+
+
+@lru_cache(maxsize=64)
+def node_spans(window: int) -> list[tuple[int, int]]:
+    """Return the places below every node of a BTree but the root, in level order.
+
+    Example:
+        >>> node_spans(5)
+        [(0, 2), (2, 5), (3, 5)]
+    """
+    found, level = list[tuple[int, int]](), [(0, window)]
+    while level:
+        halves = [(low, low + (high - low) // 2, high) for low, high in level]
+        level = [span for low, cut, high in halves for span in ((low, cut), (cut, high)) if span[1] - span[0] > 1]
+        found += level
+    return found
+
+
+class CircuitLaw(BlockLaw):
+    """A mixture over latent states of the places' laws.
+
+    Args:
+        config: Of the drafter.
+        rank: Number of states.
+        leaf_rank: Rank of what a state adds to the base logits.
+        markov_rank: Rank of the bias of the token before a place; 0: none.
+        markov_kind: `kind` of `MarkovLaw`.
+        reads_last: Transitions read the last token; of an HMM with a Markov bias alone.
+
+    Raises:
+        ValueError: `reads_last` of another circuit, or without a Markov bias.
+    """
+
+    kind = ""
+
+    def __init__(
+        self,
+        config: BlockDrafterConfig,
+        rank: int = 4,
+        leaf_rank: int = 64,
+        markov_rank: int = 256,
+        markov_kind: str = "vanilla",
+        reads_last: bool = False,
+    ) -> None:
+        super().__init__(config)
+        if reads_last and not (self.kind == "hmm" and markov_rank):
+            raise ValueError(f"reads_last=True needs law='hmm' and a markov_rank, not {self.kind!r} and {markov_rank}")
+        self.rank, self.leaf_rank, self.width = rank, leaf_rank, markov_rank
+        self.state_maps = nn.Linear(config.hidden_size, rank * leaf_rank, bias=False)  # A_1 .. A_r
+        self.state_leaves = nn.Linear(leaf_rank, self.num_columns, bias=False)  # W
+        self.root = nn.Linear(config.hidden_size, rank)
+        self.sums = nn.Linear(config.hidden_size, rank**2) if self.kind != "cp" else None
+        self.markov_head = MarkovLaw(config, markov_rank, markov_kind) if markov_rank else None
+        self.transitions = nn.Linear(markov_rank, rank**2, bias=False) if reads_last else None
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Draw sum weights as heads do (`std` is not read), and set W = 0: the law starts as independent places."""
+        init.normal_(self.state_maps.weight, std=self.config.hidden_size**-0.5)
+        init.zeros_(self.state_leaves.weight)
+        for each in (self.root, self.sums):
+            if each is not None:
+                init.normal_(each.weight, std=0.5 * self.config.hidden_size**-0.5)
+                init.zeros_(each.bias)
+        if self.kind == "hmm" and self.sums is not None:
+            init.copy_(self.sums.bias, persistence(self.rank) * torch.eye(self.rank).flatten())
+        if self.transitions is not None:
+            init.zeros_(self.transitions.weight)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return super().embed(tokens) if self.markov_head is None else self.markov_head.embed(tokens)
+
+    def inner(self, rows: Tensor, logits: Tensor) -> Inner:
+        rows = rows.to(self.root.weight.dtype)
+        states = self.state_maps(rows[..., 1:, :]).unflatten(-1, (self.rank, self.leaf_rank))  # [..., m - 1, r, R]
+        later = logits[..., 1:, None, :] + self.state_leaves(states).to(logits.dtype)  # [..., m - 1, r, v]
+        leaves = torch.cat([logits[..., :1, None, :].expand(*later.shape[:-3], 1, *later.shape[-2:]), later], -3)
+        found = circuit_from_logits(
+            self.kind,
+            leaf_logits=leaves,
+            root_logits=self.root(rows[..., 0, :]),
+            dtype=logits.dtype,
+            **self.sum_logits(rows),
+        )
+        assert isinstance(found, LatentDistribution)
+        return found
+
+    def sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the logits of the sums besides the root, by name, from rows [..., m, d]."""
+        return {}
+
+    def _sums(self, states: Tensor) -> Tensor:
+        assert self.sums is not None
+        return self.sums(states).unflatten(-1, (self.rank, self.rank))  # [..., n, r, r]
+
+    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables | None:
+        head = self.markov_head
+        return None if head is None else MarkovTables(head, rows, anchor, self.transitions)
+
+
+class CPLaw(CircuitLaw):
+    """One state for all places."""
+
+    kind = "cp"
+
+
+class HMMLaw(CircuitLaw):
+    """A chain of states; the row of a place moves its state."""
+
+    kind = "hmm"
+
+    def sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
+        return {"trans_logits": self._sums(rows[..., 1:, :])}
+
+
+class BTreeLaw(CircuitLaw):
+    """A balanced tree of states; the mean of the rows below a node decides its weights."""
+
+    kind, needs_window = "btree", True
+
+    def sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
+        spans = node_spans(rows.shape[-2])
+        if not spans:
+            return {}
+        means = [rows[..., low:high, :].mean(-2) for low, high in spans]
+        return {"node_logits": self._sums(torch.stack(means, -2))}
+
+
+class SelectorLaw(BlockLaw):
+    """The K likeliest tokens of every place, each chosen given the token before it (DFlash 2).
+
+    A candidate y behind y' has its base logit and sum_r A[y']_r (H h)_r B[y]_r, where h is the row that drafts it.
+
+    Args:
+        config: Of the drafter.
+        rank: R.
+        top_k: K.
+    """
+
+    module_name = "candidate_selector"
+
+    def __init__(self, config: BlockDrafterConfig, rank: int = 256, top_k: int = 16) -> None:
+        super().__init__(config)
+        self.top_k, self.width = min(top_k, self.num_columns), rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(self.num_columns, rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.reset_head(0.02)
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Draw codebooks whose products vary by 1 (`std` is not read); H is 0: no token says anything."""
+        for codebook in (self.predecessor_codebook, self.successor_codebook):
+            init.normal_(codebook, std=codebook.shape[1] ** -0.25)
+        init.zeros_(self.hidden_projection.weight)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.predecessor_codebook)
+
+    def scores(self, before: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the scores [..., K] of columns [..., K], behind e [..., R] of the tokens before, at rows [..., d]."""
+        weights = before * self.hidden_projection(rows.to(before.dtype))  # [..., R]
+        return (self.successor_codebook[columns] @ weights[..., None])[..., 0]
+
+    def inner(self, rows: Tensor, logits: Tensor) -> Inner:
+        kept = torch.full_like(logits, -torch.inf)
+        candidates = self._candidates(logits)
+        kept = kept.scatter(-1, candidates, logits.gather(-1, candidates))
+        return FactorisedDistribution(kept[..., None, :])  # [..., m, 1, v]
+
+    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables:
+        return SelectorTables(self, rows, self._candidates(logits), logits.shape[-1])
+
+    def _candidates(self, logits: Tensor) -> Tensor:
+        return logits.detach().topk(self.top_k, -1).indices  # [..., m, K]
+
+    def choice_terms(self, rows: Tensor, logits: Tensor, before: Tensor, labels: Tensor) -> Tensor:
+        """Return -log q of labels [..., m] among candidates, one of which each is, given ids `before` [..., m].
+
+        The weakest candidate makes room for a label that is none; labels are columns.
+        """
+        candidates = self._candidates(logits)  # [..., m, K], the weakest last
+        is_label = candidates == labels[..., None]
+        weakest = torch.where(is_label.any(-1), candidates[..., -1], labels)
+        candidates = torch.cat([candidates[..., :-1], weakest[..., None]], -1)
+        scores = logits.gather(-1, candidates) + self.scores(self.embed(before), rows, candidates)
+        log_q = scores.log_softmax(-1)
+        return -log_q.masked_fill(candidates != labels[..., None], 0).sum(-1)
+
+
+class SelectorTables(RowTables):
+    """The scores of a selector for the rows of a block, at their candidates [..., m, K]."""
+
+    def __init__(self, selector: SelectorLaw, rows: Tensor, candidates: Tensor, size: int) -> None:
+        self.selector, self.rows, self.candidates, self.size = selector, rows, candidates, size
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.selector.embed(ids)
+
+    def bias(self, embedded: Tensor, place: int, state: Tensor | None) -> tuple[Tensor, None]:
+        places = slice(place, place + embedded.shape[-2])
+        columns = self.candidates[..., places, :]
+        scores = self.selector.scores(embedded, self.rows[..., places, :], columns)
+        return scattered(scores, columns, self.size), None
+
+
+LAWS: dict[str, type[BlockLaw]] = {
+    "independent": IndependentLaw,
+    "markov": MarkovLaw,
+    "selector": SelectorLaw,
+    "cp": CPLaw,
+    "hmm": HMMLaw,
+    "btree": BTreeLaw,
+}

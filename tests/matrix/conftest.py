@@ -1,0 +1,37 @@
+"""Which cases of the matrix run by day."""
+
+import pytest
+
+from tests.matrix.life_cycle import LifeCycleConformance
+
+MECHANISMS = {
+    "heads-llama",  # a chain
+    "ngram-tree-llama",  # a tree
+    "eagle-llama",  # a tree that grows, and a cache of the drafter's own
+    "evabyte-btree",  # a backbone with a cache of its own
+    "suffix-mistral",  # a memory of texts
+    "ptp-categorical",  # parallel drafts
+    "cascade-qwen3",
+    "assistant-llama",
+}
+ALL = {"test_greedy", "test_sampled", "test_rows_draft_what_they_draft_alone"}
+"""Habits of every entry by day."""
+FEW = {
+    "test_what_decodes_plainly", "test_in_pipeline", "test_streamers", "test_own_criteria", "test_chunked_prefill",
+    "test_several_sequences", *vars(LifeCycleConformance),
+}  # fmt: skip
+"""Habits that meet the loop or the model alone: of three entries by day, a head, an assistant and a model."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Other habits run by day for one entry of each mechanism."""
+    for item in items:
+        name = getattr(item.cls, "name", None) if item.cls is not None else None
+        if name is None or item.originalname in ALL:
+            continue
+        by_day = {"heads-llama", "assistant-llama", "evabyte-btree"} if item.originalname in FEW else MECHANISMS
+        if item.originalname == "test_kit":
+            by_day = {"heads-llama", "suffix-mistral"}
+        if name not in by_day:
+            item.add_marker("nightly")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+from ..generation.tensors.wrapped_models import Kwargs
 from ..modeling.common.recording import STATES, SUMMARIES
 from ..modeling.heads.losses import IGNORE
 from .utils import needs_extra
@@ -215,7 +216,7 @@ def read_rows(
         return data
     # each has its own options alone; of one type, each would have those of all, as None
     is_whole = isinstance(data, Dataset)
-    kinds: dict[str, Any] = {"features": Features({**data.features, OPTIONS[1]: Json()})} if is_whole else {}
+    kinds: Kwargs = {"features": Features({**data.features, OPTIONS[1]: Json()})} if is_whole else {}
     return data.map(_own_options, **kinds)
 
 

@@ -50,6 +50,7 @@ _SPREAD = 12
 """Percent that rows of a group may be shorter than its longest one."""
 Row = Mapping[str, Any]
 Columns = dict[str, torch.Tensor]
+Index = dict[str, Any]
 Drafter = MTPHeads | EagleHead | BlockDrafter
 _MORE, _HEADER = 64, 1 << 16  # tokens beside the prompt's, and bytes beside those of tensors, that a file may have
 
@@ -328,14 +329,14 @@ def _read(path: Path, wait: float, most: int) -> dict[str, torch.Tensor]:
             time.sleep(0.05)
 
 
-def _read_index(folder: str | Path) -> dict[str, Any]:
+def _read_index(folder: str | Path) -> Index:
     path = Path(folder) / INDEX
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no features: there is no {INDEX}; write them with cache_features")
     return read_facts(path)
 
 
-def _digest(index: Mapping[str, Any]) -> str:
+def _digest(index: Index) -> str:
     return digest_of({name: index[name] for name in _SAME})
 
 
@@ -446,7 +447,7 @@ class FeatureDataset(StatesSource):
         return vars(self) | {"_open": {}}
 
 
-def _index(source: TextStates) -> dict[str, Any]:
+def _index(source: TextStates) -> Index:
     """Return what a directory of features is made of, and the tokens of every row."""
     if not len(source.data):
         raise ValueError("data has no rows; at least one is needed")

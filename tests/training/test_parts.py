@@ -111,6 +111,10 @@ DAMAGES = {
     "no checksums": lambda path: without_checksums(path, as_nan),
     "other values": lambda path: with_old_checksums(path, as_nan),
     "other types": lambda path: with_old_checksums(path, lambda name, tensor: tensor.to(torch.int32)),
+    "the same bytes": lambda path: with_old_checksums(
+        path,
+        lambda name, tensor: tensor if name == "lengths" or tensor.dtype != torch.int64 else tensor.view(torch.float64),
+    ),
     "gone": lambda path: path.unlink(),
 }
 

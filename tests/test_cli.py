@@ -18,8 +18,7 @@ from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__, c
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import demo as demo_module
 from tokenahead.training import loading
-from tokenahead.training.demo import Measurement
-from tokenahead.training.demo_subjects import box_model
+from tokenahead.training.demo import Measurement, box_model
 
 
 @pytest.fixture(scope="module")

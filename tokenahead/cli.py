@@ -111,8 +111,7 @@ def _demo(request: DemoRequest) -> int:
 
         return serve(request.model, request.method(), request.dtype, request.web)
     with needs_extra("demo", "the demo"):
-        from .training.demo import Measurement, run_demo
-        from .training.demo_subjects import box_model, named_model
+        from .training.demo import Measurement, box_model, named_model, run_demo
     from transformers.utils import logging
 
     logging.disable_progress_bar()

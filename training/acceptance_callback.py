@@ -16,7 +16,7 @@ from ..configuration.fields import check_values
 from ..generation.tensors.shared_models import is_sharded, readable
 from ..generation.tensors.tensor_files import Fields
 from ..generation.tensors.wrapped_models import untyped
-from .documents import at_rest
+from .batches import at_rest
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method

@@ -1,34 +1,46 @@
-"""Batches of a budget of tokens, and rows joined without padding.
+"""Batches of training rows: by a budget of tokens, and joined without padding where the model reads them apart.
 
 Joined rows are one sequence [1, N] without an attention mask, whose position ids start at 0 with every row: what
-`DataCollatorWithFlattening` makes, and what transformers, and the losses here, read as separate documents. Batches of a
-budget are chosen once; an epoch takes them in another order, so that it always has the same number of steps.
+`DataCollatorWithFlattening` makes, and what transformers, and the losses here, read as separate documents. Whether a
+model does is tried, not looked up in a list of models. Batches of a budget are chosen once; an epoch takes them in
+another order, so that it always has the same number of steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
     default_data_collator,
 )
+from transformers.utils import logging
 
-from ..modeling.common.recording import collate
+from ..configuration.transformers_names import TRAINER, check_names
+from ..generation.tensors.wrapped_models import untyped
+from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.heads.losses import IGNORE
-from .columns import PER_TOKEN
+from .columns import PER_TOKEN, ReadingCollator, ReadRows, RowReader
 
+logger = logging.get_logger(__name__)
+check_names(TRAINER)
 TOKENS_PER_BATCH = 4096
 """The default budget."""
+_LENGTH = 36
+"""Tokens of a document in the trial: more than short convolutions reach, and two are attended to one by one."""
 Inputs = dict[str, Any]
 Collate = Callable[[list[Inputs]], Mapping[str, Any]]
 
@@ -110,13 +122,11 @@ class JoinedCollator:
 
     def __call__(self, rows: list[Inputs]) -> Mapping[str, Any]:
         """Return a batch."""
-        parts = [self.collator([row]) for row in rows] if len(rows) > 1 else []
-        if not parts or not all(map(_is_plain, parts)) or len({frozenset(part) for part in parts}) > 1:
-            return self.collator(rows)
-        columns = [_without_padding(part) for part in parts]
-        lengths = {len(each["input_ids"]) for each in columns}
-        starts = [int(each["position_ids"][0]) for each in columns if len(each["position_ids"])]
-        if any(starts) or (len(lengths) == 1 and not any(map(_has_padding, parts))):
+        parts = [_without_padding(self.collator([row])) for row in rows] if len(rows) > 1 else []
+        columns = [part for part in parts if part is not None]
+        lengths = {len(part["input_ids"]) for part in columns}
+        is_even = len(lengths) < 2 and lengths == {len(row["input_ids"]) for row in rows}
+        if len(columns) < max(2, len(rows)) or is_even or len({frozenset(part) for part in columns}) > 1:
             return self.collator(rows)
         joined = {name: torch.cat([each[name] for each in columns])[None] for name in columns[0]}
         if "labels" in joined:  # no token before it is of its document
@@ -124,24 +134,19 @@ class JoinedCollator:
         return joined
 
 
-def _is_plain(part: Mapping[str, Any]) -> bool:
-    """Return whether all columns of a row's batch [1, L, ..] have an entry per token."""
+def _without_padding(part: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """Return the columns of a row's batch [1, L, ..] without padding, [L, ..] each, and with positions.
+
+    None where a column has not an entry per token, or positions begin elsewhere than at 0.
+    """
     shape = part["input_ids"].shape
-    return all(isinstance(each, Tensor) and each.shape[:2] == shape for each in part.values())
-
-
-def _has_padding(part: Mapping[str, Tensor]) -> bool:
-    return "attention_mask" in part and not bool(part["attention_mask"].all())
-
-
-def _without_padding(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns of a row's batch without padding, [L, ..] each, and with positions."""
-    columns = {name: each[0] for name, each in part.items() if name != "attention_mask"}
-    if _has_padding(part):
-        real = part["attention_mask"][0].bool()
-        columns = {name: each[real] for name, each in columns.items()}
-    columns.setdefault("position_ids", torch.arange(len(columns["input_ids"])))
-    return columns
+    if not all(isinstance(each, Tensor) and each.shape[:2] == shape for each in part.values()):
+        return None
+    columns = {name: each[0] for name, each in part.items()}
+    if (mask := columns.pop("attention_mask", None)) is not None:
+        columns = {name: each[mask.bool()] for name, each in columns.items()}
+    positions = columns.setdefault("position_ids", torch.arange(len(columns["input_ids"])))
+    return None if positions[:1].any() else columns
 
 
 @dataclass(frozen=True)
@@ -196,21 +201,6 @@ def _length(row: Mapping[str, Any]) -> int:
     return len(row["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
 
 
-def check_budget(costs: Sequence[int], budget: int, besides: int = 0) -> None:
-    """Refuse a budget that a row does not fit; `besides` of what each row costs are no tokens of it.
-
-    Raises:
-        ValueError: The longest row costs more.
-    """
-    longest = max(range(len(costs)), key=costs.__getitem__)
-    if costs[longest] > budget:
-        slots = f" and {besides} slots" if besides else ""
-        raise ValueError(
-            f"tokens_per_batch={budget} is smaller than row {longest} of train_dataset, which has "
-            f"{costs[longest] - besides} tokens{slots}: set it to {costs[longest]} at least, or cut rows"
-        )
-
-
 def batches_by_tokens(
     lengths: Sequence[int],
     budget: int,
@@ -251,9 +241,261 @@ def batches_by_tokens(
     return batches
 
 
-def row_order(lengths: Sequence[int], by_length: bool, shuffles: bool, seed: int) -> list[int]:
-    """Return the order in which rows fill batches: at random, the longest first (at random among equals), or theirs."""
-    rows = list(range(len(lengths)))
-    if shuffles:
-        rows = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
-    return sorted(rows, key=lambda row: -lengths[row]) if by_length else rows
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off within the context."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@torch.no_grad()
+def obstacle_to_joining(model: Any, row: Mapping[str, Any], device: torch.device) -> str:
+    """Return why rows of a model may not be joined: it mixes documents, or its forward fails; empty where they may.
+
+    Where it mixes them, the loss of a document changes with the document before it. It changes a little where experts
+    sum other rows in another order; as much then, where the two are rows of a batch.
+
+    Args:
+        model: What is trained, without wrappers of distribution.
+        row: A row of its data: where it has states of a backbone, the backbone is not run.
+        device: The device of the inputs.
+    """
+    cards = [] if device.type == "cpu" else [device]
+    with at_rest(model), torch.random.fork_rng(cards, device_type=device.type):
+        try:
+            joined, apart = (_change(model, row, device, is_joined) for is_joined in (True, False))
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # it takes no position ids, for example
+            return f"its forward of two documents fails with {type(error).__name__}: {error}"
+    return "it mixes documents" if joined > 4 * apart else ""
+
+
+def _change(model: Any, row: Mapping[str, Any], device: torch.device, is_joined: bool) -> float:
+    """Return how much the losses of a document change with the other one, joined or as rows of a batch."""
+    losses = []
+    for other in (7, 5):
+        torch.manual_seed(0)  # a backbone apart may have dropout
+        output = model(**_two_documents(model, row, other, device, is_joined), use_cache=False)
+        losses.append(torch.cat([output.loss.flatten(), output.head_losses.flatten()]).double())
+    return float((losses[0] - losses[1]).abs().nan_to_num(0.0).max())
+
+
+def _two_documents(
+    model: Any, row: Mapping[str, Any], other: int, device: torch.device, is_joined: bool
+) -> dict[str, Tensor]:
+    """Return a batch of two documents; `other` chooses the first one, and the second alone is scored."""
+    places = torch.arange(_LENGTH, device=device)
+    ids = torch.stack([other * places + 1, 3 * places + 2]) % model.config.get_text_config().vocab_size  # [2, N]
+    labels = ids.clone()
+    labels[0] = IGNORE
+    batch = {"input_ids": ids, "labels": labels}
+    if STATES in row:
+        states = torch.randn([2, _LENGTH, *row[STATES].shape[1:]], generator=torch.Generator().manual_seed(0))
+        states[0] *= other
+        batch[STATES] = states.to(device, row[STATES].dtype)
+        if SUMMARIES in row:  # any, which need no unembedding
+            batch[SUMMARIES] = torch.zeros(2, _LENGTH, *row[SUMMARIES].shape[1:], device=device)
+    if is_joined:
+        batch = {name: each.flatten(0, 1)[None] for name, each in batch.items()}
+        batch["position_ids"] = places.repeat(2)[None]
+    return batch
+
+
+class BatchingMixin(Trainer):
+    """A `Trainer` whose training batches have a budget of tokens, and no padding where rows may be joined.
+
+    Attributes:
+        tokens_per_batch: The budget that was asked for; see `MTPTrainer`.
+        joins_rows: Whether the loss of this trainer takes joined rows.
+        tokens_besides: Positions that the trainer adds to every row.
+        ignore_columns: Columns of rows that are left out unread.
+        _owner: The model without wrappers of distribution.
+        _reader: The name of what reads the rows.
+    """
+
+    tokens_per_batch: int | None
+    joins_rows = False
+    tokens_besides: int = 0
+    ignore_columns: Sequence[str] = ()
+    _unjoined_for: str | None = None
+    _counted: tuple[Any, list[int]] | None = None
+    _owner: Any
+    _reader: str
+
+    def check_batches(self) -> None:
+        """Refuse a budget that cannot be met, and joined rows where every sequence gets slots.
+
+        Raises:
+            ValueError: Such a budget, or a collator that joins rows, with `tokens_besides`.
+        """
+        if self.tokens_besides and self._is_joined_already:
+            raise ValueError(
+                f"data_collator={type(self.data_collator).__name__} joins rows: slots are drawn for every sequence, "
+                "so that joined rows would share those of one; leave it out: rows of similar lengths are padded"
+            )
+        budget = self.tokens_per_batch
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise ValueError(f"tokens_per_batch={budget!r} must be a whole number of tokens, 0: no budget, or None")
+        if budget and (reason := self._obstacle()):
+            raise ValueError(f"tokens_per_batch={budget}: {reason}")
+        if budget and self.train_dataset is not None:
+            self._check_budget(self._row_costs(self.train_dataset), budget)
+
+    def _check_budget(self, costs: Sequence[int], budget: int) -> None:
+        longest = max(range(len(costs)), key=costs.__getitem__)
+        if costs[longest] > budget:
+            tokens = f"{costs[longest] - self.tokens_besides} tokens"
+            tokens += f" and {self.tokens_besides} slots" if self.tokens_besides else ""
+            raise ValueError(
+                f"tokens_per_batch={budget} is smaller than row {longest} of train_dataset, which has {tokens}: set it "
+                f"to {costs[longest]} at least, or cut rows"
+            )
+
+    def _obstacle(self) -> str | None:
+        """Return why batches have no budget: this trainer does not choose their rows, or has a number of rows."""
+        args, data, config = self.args, self.train_dataset, self.accelerator.dataloader_config
+        size, strategy = args.per_device_train_batch_size, "batch_rebalance"
+        is_stream = data is not None and (isinstance(data, IterableDataset) or not hasattr(data, "__len__"))
+        obstacles = {
+            "a stream does not know the lengths of its rows; set per_device_train_batch_size": is_stream,
+            f"train_sampling_strategy={strategy!r} divides rows itself": args.train_sampling_strategy == strategy,
+            "auto_find_batch_size=True changes a number of rows": args.auto_find_batch_size,
+            "split_batches=True divides the rows of a batch among processes": config.split_batches,
+            "dispatch_batches=True divides the rows of a batch among processes": bool(config.dispatch_batches),
+            f"{args.n_gpu} devices of one process (DataParallel) divide the rows of a batch": args.n_gpu > 1,
+            f"per_device_train_batch_size={size} is a number of rows; leave one of them out": size
+            != TrainingArguments.per_device_train_batch_size,
+        }
+        return next((reason for reason, holds in obstacles.items() if holds), None)
+
+    def _row_costs(self, data: Any) -> list[int]:
+        """Return what every row costs; rows are read once, which may take minutes."""
+        if self._counted is None or self._counted[0] is not data:
+            self._counted = data, row_lengths(data, self.args.length_column_name)
+        return [length + self.tokens_besides for length in self._counted[1]]
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As in `Trainer`, with batches of a budget of tokens, and rows joined where they may be."""
+        data, collator = self.train_dataset, untyped(self.data_collator)
+        joins = self._joins()
+        if joins:
+            self.data_collator = JoinedCollator(collator)
+        try:
+            if data is None or self.tokens_per_batch == 0 or self._obstacle():
+                return super().get_train_dataloader()
+            return self._budget_dataloader(data, is_padded=not (joins or self._is_joined_already))
+        finally:
+            self.data_collator = collator
+
+    def _budget_dataloader(self, data: Any, is_padded: bool) -> DataLoader:
+        args = self.args
+        costs = self._row_costs(data)
+        budget = self.tokens_per_batch or max(TOKENS_PER_BATCH, max(costs))
+        self._check_budget(costs, budget)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        in_order = args.train_sampling_strategy == "sequential"
+        by_length = not in_order and (is_padded or args.train_sampling_strategy == "group_by_length")
+        order = list(range(len(costs)))
+        if not in_order:
+            order = torch.randperm(len(costs), generator=torch.Generator().manual_seed(seed)).tolist()
+        if by_length:
+            order.sort(key=lambda row: -costs[row])
+        readers = max(1, args.world_size // self.get_tp_size())
+        batches = batches_by_tokens(costs, budget, order, is_padded, readers, args.dataloader_drop_last)
+        if hasattr(data, "column_names"):  # of `datasets`: Trainer would not know it within
+            data = self._remove_unused_columns(data, description="training")
+        else:
+            self.data_collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        self.data_collator = BatchCollator(untyped(self.data_collator))
+        rows = BatchedRows(data, batches)
+        return self._get_dataloader(
+            dataset=rows,
+            description="Training",
+            batch_size=1,
+            sampler_fn=lambda _: SequentialSampler(rows) if in_order else RandomSampler(rows),
+            is_training=True,
+        )
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As in `Trainer`, row by row, so that masks become labels before they go (`RowReader`)."""
+        reader = self._row_reader(description)
+        if reader is None:
+            return super()._remove_unused_columns(dataset, description)
+        reader.check(dataset.column_names)
+        return ReadRows(dataset.select_columns([name for name in dataset.column_names if name in reader.read]), reader)
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """See `_remove_unused_columns`."""
+        reader = self._row_reader(description)
+        if reader is None:
+            return super()._get_collator_with_removed_columns(data_collator, description)
+        return ReadingCollator(data_collator, reader)
+
+    def _row_reader(self, description: str | None) -> RowReader | None:
+        """Return what reads rows of the collator; None where it alone knows what it reads, and gets all columns."""
+        taken, removes = taken_columns(self.data_collator), self.args.remove_unused_columns
+        if taken is None and not removes:
+            return None
+        self._set_signature_columns_if_needed()
+        own = frozenset(self._signature_columns or ())
+        columns = own if taken is None else taken
+        columns = columns & own if removes else columns
+        return RowReader(frozenset(columns), self.ignore_columns, f"a row of the {(description or '').lower()} data")
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As in `Trainer`; what a collator of others still calls a mask of targets would be read by nobody."""
+        for name in inputs:
+            if name.endswith(("mask", "masks")) and not name.endswith("attention_mask"):
+                raise ValueError(f"data_collator left {name!r} in a batch, which is not read: let it make labels of it")
+        return super()._prepare_inputs(inputs)
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """As in `Trainer`; rows, where the data are batches of them."""
+        data = getattr(dataloader, "dataset", None)
+        return sum(map(len, data.batches)) if isinstance(data, BatchedRows) else super().num_examples(dataloader)
+
+    def collates_rows(self) -> bool:
+        """Return whether the collator treats every row by itself, so that it may be given one at a time."""
+        return is_row_wise(self.data_collator)
+
+    @property
+    def _is_joined_already(self) -> bool:
+        """Whether the collator joins rows: TRL's with `padding_free` or packing, or transformers' own."""
+        return getattr(self, "padding_free", False) or isinstance(self.data_collator, DataCollatorWithFlattening)
+
+    def _joins(self) -> bool:
+        """Return whether batches of training rows are joined.
+
+        Raises:
+            ValueError: Rows are joined already, and this model mixes them.
+        """
+        if not self.joins_rows or self.train_dataset is None or self.args.n_gpu > 1:
+            return False
+        if not self._is_joined_already and not self.collates_rows():
+            return False
+        is_cut = self.accelerator.dataloader_config.dispatch_batches or not hasattr(self.train_dataset, "__len__")
+        if is_cut and self.args.world_size > 1 and not self._is_joined_already:  # accelerate stacks batches to cut them
+            return False
+        if self._unjoined_for is None:  # tried once: processes that shard a model hold parts of it later
+            found = [self._tried()]
+            self._unjoined_for = str(broadcast_object_list(found)[0] if self.args.world_size > 1 else found[0])
+        reason = f"rows of {self._reader} cannot be joined without padding: {self._unjoined_for}"
+        if self._unjoined_for and self._is_joined_already:
+            raise ValueError(
+                "leave out packing, padding_free and DataCollatorWithFlattening, and rows of similar lengths are "
+                f"padded: {reason}"
+            )
+        if self._unjoined_for:
+            logger.warning_once(f"rows of similar lengths are padded: {reason}")
+        return not (self._unjoined_for or self._is_joined_already)
+
+    def _tried(self) -> str:
+        model, data = self._owner, untyped(self.train_dataset)
+        row = data[0] if hasattr(data, "__len__") else {}  # a stream might lose it
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return ""  # the first process decides
+        with self.accelerator.autocast():  # as the forward that it prepares has it
+            return obstacle_to_joining(model, row, self.args.device)

@@ -26,7 +26,7 @@ from ..configuration import MTPHeadConfig
 from ..generation.tensors.saving import files_of, finish
 from ..modeling.common.foreign import ForeignLayoutsMixin
 from ..modeling.common.stored_drafters import drafter_class
-from .processes import of_first
+from .parts import of_first
 from .utils import replace_file
 
 _TrainerBase = Trainer if TYPE_CHECKING else object

@@ -9,14 +9,20 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset as TorchDataset
 
+from ..generation.tensors.wrapped_models import Kwargs
 from ..modeling.common.recording import STATES, SUMMARIES
 from ..modeling.heads.losses import IGNORE
+from .utils import needs_extra
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from trl.trainer.sft_config import SFTConfig
 
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 """What is scored of `input_ids`, 1 or 0 per token: of SpecForge, speculators and Model-Optimizer; of TRL."""
@@ -139,7 +145,7 @@ class RowReader:
         return values != (IGNORE if name == "labels" else 0)
 
 
-class ReadRows(Dataset):
+class ReadRows(TorchDataset):
     """Rows of a data set as a reader gives them."""
 
     def __init__(self, rows: Any, read: RowReader) -> None:
@@ -171,3 +177,48 @@ class ReadingCollator:
             if not all(name in row for row in rows):  # collators would drop it
                 raise ValueError(f"{self.read.what} has no {name}, and another has: give it to all of them")
         return self.collator(rows)
+
+
+def read_rows(
+    data: Dataset | IterableDataset, what: str, args: SFTConfig, ignored: Collection[str] = ()
+) -> Dataset | IterableDataset:
+    """Return rows of which TRL reads all that is said: `labels` in place of masks, chats with their own options alone.
+
+    Args:
+        data: Not empty.
+        what: Whose rows, for messages.
+        args: `ignore_columns`, where there is one; with `completion_only_loss=False` prompts are scored, too.
+        ignored: Further columns that are removed unread.
+
+    Raises:
+        ValueError: A column that is not read here, or, where a row is read, see `RowReader`.
+    """
+    with needs_extra("train", "a trainer of TRL"):
+        from datasets import Dataset, Features, Json
+        from trl.data_utils import is_conversational, is_conversational_from_value
+
+    ignored = {*ignored, *(getattr(args, "ignore_columns", None) or ())}
+    ignored |= {"completion_mask"} if args.completion_only_loss is False else set()
+    first = next(iter(data))
+    data = data.remove_columns([name for name in first if name in ignored])
+    names = {*first} - ignored
+    if "input_ids" in names:
+        reader = RowReader(("input_ids", "labels"), what=what)
+        reader.check(names)
+        masks = [name for name in (*MASKS, "attention_mask") if name in names]
+        return data.map(reader, remove_columns=masks) if masks else data
+    is_chat = is_conversational(first) or is_conversational_from_value(first)
+    read = {*TEXTS} if is_chat else {"prompt", "completion"} if "prompt" in names else set[str]()
+    read |= {args.dataset_text_field}
+    if not read.isdisjoint(names):  # else there is no text, as TRL says
+        check_columns(names, read, what)
+    if not is_chat or OPTIONS[1] not in names:
+        return data
+    # each has its own options alone; of one type, each would have those of all, as None
+    is_whole = isinstance(data, Dataset)
+    kinds: Kwargs = {"features": Features({**data.features, OPTIONS[1]: Json()})} if is_whole else {}
+    return data.map(_own_options, **kinds)
+
+
+def _own_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {OPTIONS[1]: template_options({OPTIONS[1]: row[OPTIONS[1]]})}

@@ -1,9 +1,9 @@
 """Completions by the backbone itself, to train its drafter on, because these are what it will draft.
 
 EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are completed batch
-by batch, and written in parts of whole batches (`parts`), by each process of a run its share. The seed of a batch is
-that of its first row, so that completions, sampled ones too, are the same for any number of processes, and after an
-interruption, which loses what was written in the last minute.
+by batch, and stored (`parts`), by each process of a run its share. The seed of a batch is that of its first row, so
+that completions, sampled ones too, are the same for any number of processes, and after an interruption, which loses
+what was written in the last minute.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.utils import logging
@@ -27,26 +29,14 @@ from ..modeling.ptp.gated_lora import ADAPTER
 from .columns import RowReader
 from .endpoint import Endpoint
 from .features import checksum
-from .parts import (
-    DamagedPartError,
-    Part,
-    PartWriter,
-    Places,
-    complete,
-    digest_of,
-    part_files,
-    read_facts,
-    read_parts,
-    write_facts,
-)
-from .processes import Processes
+from .parts import Processes, complete, digest_of, part_files, read_facts, read_parts, write_facts, write_part
 from .utils import check_same, eos_ids, needs_extra, until_end
 
 if TYPE_CHECKING:
     import datasets
 
-_PLAN, _PARTS, _IDS, _PROMPTS = "plan.json", "parts", "ids", "prompts"
-_SECONDS = 60.0  # of work that a part holds, at least
+_PLAN, _IDS, _PROMPTS = "plan.json", "ids", "prompts"
+_SECONDS = 60.0  # between two files
 IGNORE = -100
 
 
@@ -68,13 +58,12 @@ class RegeneratedText(Dataset):
         plan = Path(folder) / _PLAN
         if not plan.exists():
             raise FileNotFoundError(f"{folder} holds no regenerated text: there is no {_PLAN}")
-        facts = read_facts(plan)
-        names = facts.pop(_PARTS, [])
-        parts = read_parts(plan.parent, digest_of(facts), facts["rows"])
-        places = Places(parts, facts["rows"])
-        places.check_complete(plan, names, "regenerate")
-        texts = [_rows_of(part) for part in parts]
-        self.rows = [texts[part][number] for part, number in zip(places.part, places.number)]
+        facts, self.rows = read_facts(plan), list[dict[str, Any]]()
+        for part in read_parts(plan, digest_of(facts), facts["rows"], "regenerate"):
+            file = part.opened()
+            texts = file.get_tensor(_IDS).split(part.lengths.tolist())
+            prompts = file.get_tensor(_PROMPTS).tolist()
+            self.rows += [{"ids": ids.tolist(), "prompt": size} for ids, size in zip(texts, prompts)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,16 +88,6 @@ class RegeneratedText(Dataset):
 
         labels = [[IGNORE] * row["prompt"] + row["ids"][row["prompt"] :] for row in self.rows]
         return datasets.Dataset.from_dict({"input_ids": [row["ids"] for row in self.rows], "labels": labels})
-
-
-def _rows_of(part: Part) -> list[dict[str, Any]]:
-    """Return the rows of a part, which is read through."""
-    file = part.opened()
-    ids, prompts = (file.get_tensor(name) for name in (_IDS, _PROMPTS))
-    texts, lengths = ids.split(part.lengths.tolist()), torch.from_numpy(part.lengths)
-    if (ids < 0).any() or (prompts < 1).any() or (prompts > lengths).any():
-        raise DamagedPartError(f"{part.path} is damaged: it holds what are no ids, or no lengths of prompts")
-    return [{"ids": text, "prompt": size} for text, size in zip(map(torch.Tensor.tolist, texts), prompts.tolist())]
 
 
 def holds_text(folder: str | Path) -> bool:
@@ -175,25 +154,20 @@ def regenerate(
     facts, digest = folder / _PLAN, digest_of(plan)
     folder.mkdir(parents=True, exist_ok=True)
     if part_files(folder) and facts.exists():  # not after a wrong option, where nothing was written
-        earlier = read_facts(facts)
-        names = earlier.pop(_PARTS, [])
-        check_same(f"folder={folder}", earlier, plan)
-    else:
-        names = []
-    if processes.rank == 0:
-        write_facts(facts, {**plan, _PARTS: names})
+        check_same(f"folder={folder}", read_facts(facts), plan)
+    elif processes.rank == 0:
+        write_facts(facts, plan)
 
-    def write(writer: PartWriter, rows: list[int], share: int) -> None:
+    def write(rows: list[int]) -> None:
         texts, since = dict[int, list[int]](), time.monotonic()
         try:
             for found in written(rows):
                 texts |= found
                 if time.monotonic() - since >= _SECONDS:
-                    _write(writer, ids, texts)
+                    _write(folder, digest, ids, texts)
                     texts, since = {}, time.monotonic()
         finally:
-            if texts:
-                _write(writer, ids, texts)
+            _write(folder, digest, ids, texts)
 
     def written(rows: list[int]) -> Iterator[dict[int, list[int]]]:
         if isinstance(backbone, Endpoint):
@@ -207,10 +181,7 @@ def regenerate(
             found = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
             yield {row: new for row, new in enumerate(found, start) if row in missing}
 
-    what = "outputs of the backbone"
-    names = complete(facts, digest, len(ids), write, what, processes, batch_size)
-    if processes.rank == 0:
-        write_facts(facts, {**plan, _PARTS: names})
+    complete(facts, digest, len(ids), write, "outputs of the backbone", processes, batch_size)
     return RegeneratedText(folder)
 
 
@@ -222,10 +193,13 @@ def _of_whole_law(backbone: PreTrainedModel | Endpoint, options: Mapping[str, An
     return (SAMPLING if samples else {}) | dict(options)
 
 
-def _write(writer: PartWriter, prompts: Sequence[torch.Tensor], completions: Mapping[int, list[int]]) -> None:
-    texts = [torch.cat([prompts[row], torch.tensor(new, dtype=torch.int64)]) for row, new in completions.items()]
-    sizes = torch.tensor([len(prompts[row]) for row in completions])
-    writer.write([*completions], [*map(len, texts)], {_IDS: torch.cat(texts), _PROMPTS: sizes})
+def _write(folder: Path, of: str, prompts: Sequence[torch.Tensor], completions: Mapping[int, list[int]]) -> None:
+    """Write a file for each of the runs of rows; answers of a server come in any order."""
+    for _, run in groupby(enumerate(sorted(completions)), lambda each: each[1] - each[0]):
+        rows = [row for _, row in run]
+        texts = [torch.cat([prompts[row], torch.tensor(completions[row], dtype=torch.int64)]) for row in rows]
+        columns = {_IDS: torch.cat(texts), _PROMPTS: torch.tensor([len(prompts[row]) for row in rows])}
+        write_part(folder, of, rows[0], [*map(len, texts)], columns)
 
 
 def _identity(backbone: PreTrainedModel | Endpoint) -> str:
@@ -251,16 +225,15 @@ def _as_json(value: object) -> object:
 def _completed(
     backbone: PreTrainedModel, prompts: list[torch.Tensor], max_new_tokens: int, options: Mapping[str, Any]
 ) -> list[list[int]]:
-    longest = max(map(len, prompts))
     pad = backbone.generation_config.pad_token_id or 0
-    padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0), value=pad) for prompt in prompts])
-    real = torch.arange(longest)[None] >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    padded = pad_sequence(prompts, True, pad, "left")
+    real = pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, 0, "left")
     output = untyped(backbone).generate(
         input_ids=padded.to(backbone.device),
-        attention_mask=real.long().to(backbone.device),
+        attention_mask=real.to(backbone.device),
         max_new_tokens=max_new_tokens,
         pad_token_id=pad,
         **options,
     )
     ends = eos_ids(backbone)
-    return [until_end(new, ends) for new in output[:, longest:].tolist()]
+    return [until_end(new, ends) for new in output[:, padded.shape[1] :].tolist()]

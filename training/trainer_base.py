@@ -31,8 +31,7 @@ from ..generation.tensors.shared_models import gathered_state, shares_hidden
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
-from .batches import Collator, Inputs
-from .batching import BatchingMixin
+from .batches import BatchingMixin, Collator, Inputs
 from .checkpoints import ResumingMixin, check_checkpoint
 from .progress import TokenProgress
 from .pushing import TrainerPushMixin

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..configuration.fields import refuse
 from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
-from .batches import Inputs
-from .batching import BatchingMixin
+from .batches import BatchingMixin, Inputs
 from .checkpoints import ResumingMixin
-from .data_rows import read_rows
+from .columns import read_rows
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import check_kernels, without_peft

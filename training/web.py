@@ -19,7 +19,7 @@ from transformers import TextIteratorStreamer
 from ..configuration.fields import field
 from ..generation.backbone.backbones import takes_dense_masks
 from ..generation.lookups.ngram import NgramDrafter
-from .demo_subjects import described, load_methods, spans
+from .demo import described, load_methods, spans
 from .evaluation.decoding import GREEDY, Run, decode, drafted_flags, sampled
 from .evaluation.prompts import Prompt, PromptEncoder
 from .utils import needs_extra

@@ -47,8 +47,7 @@ from tokenahead.training.box import (
     sha256,
 )
 from tokenahead.training.commands.bench import RESULTS, write
-from tokenahead.training.demo import Measurement
-from tokenahead.training.demo_subjects import box_model
+from tokenahead.training.demo import Measurement, box_model
 
 DRAFTED = 5
 """Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""

@@ -18,8 +18,7 @@ from tests.boxes import CONFIG, HELD_OUT, ROOT, TRAIN, card, release, text, trai
 from tokenahead import EvaByteForMTPC
 from tokenahead.model_cards import MeasuredResults
 from tokenahead.training.box import BoxDamagedError, Excerpt, box_directory, check_box, load_box
-from tokenahead.training.demo import Measurement
-from tokenahead.training.demo_subjects import box_model
+from tokenahead.training.demo import Measurement, box_model
 
 RECIPE = train.Recipe(
     config=CONFIG,

@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -13,15 +14,15 @@ from tests.ptp_models import backbone, student
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tests.training.process_client import MAKERS
 from tokenahead import MTPHeads
-from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batching, cache_features
+from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batches, cache_features
 from tokenahead.training.batches import (
     BatchedRows,
     Collator,
     JoinedCollator,
     batches_by_tokens,
+    obstacle_to_joining,
     row_lengths,
 )
-from tokenahead.training.documents import obstacle_to_joining
 
 DRAFTERS = {name: make for name, make in MAKERS.items() if name not in ("parallel", "masks")}
 RECURRENT = {
@@ -66,17 +67,16 @@ def share(batches: list[dict[str, torch.Tensor]]) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("multiple", [1, 3])
-def test_batches_hold_every_row_once_within_the_budget(is_padded, multiple):
+def test_batches_hold_every_row_once_within_the_budget():
     lengths = log_normal_lengths(100)
-    order = sorted(range(100), key=lambda row: -lengths[row]) if is_padded else list(range(100))
-    batches = batches_by_tokens(lengths, max(lengths) + 1000, order, is_padded, multiple)
-    assert sorted(row for batch in batches for row in batch) == list(range(100))
-    assert len(batches) % multiple == 0
-    for batch in batches:
-        longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
-        assert (longest * len(batch) if is_padded else total) <= max(lengths) + 1000
+    for is_padded, multiple in product((False, True), (1, 3)):
+        order = sorted(range(100), key=lambda row: -lengths[row]) if is_padded else list(range(100))
+        found = batches_by_tokens(lengths, max(lengths) + 1000, order, is_padded, multiple)
+        assert sorted(row for batch in found for row in batch) == list(range(100))
+        assert len(found) % multiple == 0
+        for batch in found:
+            longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
+            assert (longest * len(batch) if is_padded else total) <= max(lengths) + 1000
 
 
 def test_dropping_the_last_batch_keeps_a_multiple():
@@ -84,6 +84,7 @@ def test_dropping_the_last_batch_keeps_a_multiple():
     assert len(batches) == 8 and all(len(batch) == 2 for batch in batches)
 
 
+@pytest.mark.by_day("budget-random", "budget-group_by_length", "rows-sequential")
 @pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
 @pytest.mark.parametrize("size", [8, 4], ids=["budget", "rows"])
 def test_log_normal_rows_compute_no_padding(size, strategy, tmp_path):
@@ -99,6 +100,7 @@ def test_log_normal_rows_compute_no_padding(size, strategy, tmp_path):
         assert min(token_counts(batch)[1] for batch in batches[:-1]) > 0
 
 
+@pytest.mark.by_day("lfm2")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path, caplog):
     rows = [row | {"labels": row["input_ids"]} for row in rows_of(log_normal_lengths(200))]
@@ -112,11 +114,11 @@ def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path,
     trainer.train()
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_no_drafter_has_an_obstacle_to_joining(name):
-    torch.manual_seed(0)
-    model = DRAFTERS[name]()
-    assert obstacle_to_joining(model, {}, model.device) == ""
+def test_no_drafter_has_an_obstacle_to_joining():
+    for name, make in DRAFTERS.items():
+        torch.manual_seed(0)
+        model = make()
+        assert obstacle_to_joining(model, {}, model.device) == "", name
 
 
 @pytest.mark.core
@@ -161,22 +163,19 @@ def test_a_budget_below_the_longest_row_names_it(tmp_path):
         MTPTrainer(heads, TrainingArguments(str(tmp_path), report_to="none"), train_dataset=rows, tokens_per_batch=29)
 
 
-@pytest.mark.parametrize(
-    "options, budget, match",
-    [
+def test_a_budget_that_cannot_be_met_is_refused(tmp_path):
+    heads = MTPHeads.from_backbone(llama(), window=3)
+    for options, budget, match in (
         ({}, -1, "tokens_per_batch=-1"),
         ({}, 2.5, "tokens_per_batch=2.5"),
         ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size=4"),
         ({"auto_find_batch_size": True}, 64, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, 64, "batch_rebalance"),
         ({"accelerator_config": {"split_batches": True}}, 64, "split_batches"),
-    ],
-)
-def test_a_budget_that_cannot_be_met_is_refused(options, budget, match, tmp_path):
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **options)
-    heads = MTPHeads.from_backbone(llama(), window=3)
-    with pytest.raises(ValueError, match=match):
-        MTPTrainer(heads, arguments, train_dataset=ragged_rows(4, vocab_size=64), tokens_per_batch=budget)
+    ):
+        arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **options)
+        with pytest.raises(ValueError, match=match):
+            MTPTrainer(heads, arguments, train_dataset=ragged_rows(4, vocab_size=64), tokens_per_batch=budget)
 
 
 def test_a_stream_has_rows_and_no_budget(tmp_path):
@@ -231,12 +230,12 @@ def test_rows_that_cannot_be_joined_are_padded(column):
     assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)
 
 
-@pytest.mark.parametrize("columns", [{}, {"length": [5, 3]}, {"attention_mask": [[1] * 5, [0, 1, 1, 1]]}])
-def test_lengths_come_from_the_columns_of_a_data_set(columns):
-    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4] if "attention_mask" in columns else [1, 2, 3]]
-    data = Dataset.from_dict({"input_ids": ids} | columns)
-    assert row_lengths(data) == [5, 3] == row_lengths([data[number] for number in range(2)])
-    assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
+def test_lengths_come_from_the_columns_of_a_data_set():
+    for columns in ({}, {"length": [5, 3]}, {"attention_mask": [[1] * 5, [0, 1, 1, 1]]}):
+        ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4] if "attention_mask" in columns else [1, 2, 3]]
+        data = Dataset.from_dict({"input_ids": ids} | columns)
+        assert row_lengths(data) == [5, 3] == row_lengths([data[number] for number in range(2)])
+        assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
 
 
 def test_evabyte_trains_on_batches_of_a_budget(tmp_path):
@@ -283,7 +282,7 @@ def test_an_error_of_the_trial_is_told(tmp_path, monkeypatch, caplog):
         return own(input_ids, **others)
 
     monkeypatch.setattr(heads, "forward", forward)
-    logger = batching.logger
+    logger = batches.logger
     monkeypatch.setattr(logger, "warning_once", logger.warning)
     monkeypatch.setattr(logger, "propagate", True)
     batches_of(trainer_for(heads, tmp_path, rows))

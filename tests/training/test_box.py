@@ -48,18 +48,18 @@ def test_a_head_that_is_not_there(box: Path) -> None:
         load_box("cp", box)
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "unsealed"])
-def test_a_damaged_box_is_refused(box: Path, tmp_path: Path, damage: str) -> None:
-    copy = shutil.copytree(box, tmp_path / "box")
-    victim = copy / ("SHA256SUMS" if damage == "unsealed" else "btree.safetensors")
-    if damage == "changed":
-        content = bytearray(victim.read_bytes())
-        content[-1] ^= 1
-        victim.write_bytes(content)
-    else:
-        victim.unlink()
-    with pytest.raises(BoxDamagedError, match=victim.name):
-        load_box("ff", copy)
+def test_a_damaged_box_is_refused(box: Path, tmp_path: Path) -> None:
+    for damage in ("changed", "missing", "unsealed"):
+        copy = shutil.copytree(box, tmp_path / damage)
+        victim = copy / ("SHA256SUMS" if damage == "unsealed" else "btree.safetensors")
+        if damage == "changed":
+            content = bytearray(victim.read_bytes())
+            content[-1] ^= 1
+            victim.write_bytes(content)
+        else:
+            victim.unlink()
+        with pytest.raises(BoxDamagedError, match=victim.name):
+            load_box("ff", copy)
 
 
 def test_excerpts_are_windows_and_prompts(box: Path) -> None:

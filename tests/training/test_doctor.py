@@ -18,7 +18,7 @@ from tests.ptp_models import student
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.testing import letters
-from tokenahead.training.demo_subjects import requests
+from tokenahead.training.demo import requests
 from tokenahead.training.doctor import diagnose, diagnose_source, report
 from tokenahead.training.doctor.report import is_new, rounded
 from tokenahead.training.doctor.trials import Drafted, brings_back, is_easier, shifted_rows, trials_of

@@ -86,6 +86,21 @@ def counts_of(model, batch):
     return model.loss_counts(*(batch.get(name) for name in ("labels", "attention_mask", "position_ids")))
 
 
+@pytest.mark.by_day(
+    "layers",
+    "evabyte",
+    "eagle 1",
+    "eagle 3",
+    "eagle block",
+    "hass",
+    "p-eagle",
+    "paper",
+    "rms",
+    "heads block",
+    "modules",
+    "block",
+    "block dpace",
+)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_batch_without_a_target_has_a_loss_of_0_and_gradients_of_0(name):
     model = made(name)
@@ -104,6 +119,9 @@ def test_a_batch_without_a_target_has_a_loss_of_0_and_gradients_of_0(name):
     assert found >= 4
 
 
+@pytest.mark.by_day(
+    "independent", "joint", "evabyte", "eagle over half", "p-eagle", "paper", "modules block", "block speculators"
+)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_an_empty_row_among_others_changes_nothing(name):
     model = made(name).eval()
@@ -118,7 +136,7 @@ def test_an_empty_row_among_others_changes_nothing(name):
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.by_day("independent", "joint", "eagle 3", "hass", "heads block", "block")
+@pytest.mark.by_day("independent", "evabyte", "eagle 3", "hass", "paper", "rms", "modules", "block")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_counts_of_an_update_are_those_of_a_batch_where_it_is_all_of_it(name):
     """From `MTPTrainer`, per depth, and from `Trainer`, one number of labels; on either side of the padding."""
@@ -160,7 +178,7 @@ def trained(model, folder, data, accumulated, trainer_class):
     return {key: each.detach().clone() for key, each in learning(model).items()}
 
 
-@pytest.mark.by_day("independent-Trainer", "eagle 1-Trainer")
+@pytest.mark.by_day("independent-MTPTrainer", "eagle 3-MTPTrainer", "modules-Trainer")
 @pytest.mark.parametrize("trainer_class", [MTPTrainer, Trainer], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("name", ["independent", "eagle 3", "eagle 1", "modules", "block speculators"])
 def test_an_update_is_that_of_its_rows_with_targets(name, trainer_class, tmp_path):
@@ -175,7 +193,7 @@ def test_an_update_is_that_of_its_rows_with_targets(name, trainer_class, tmp_pat
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.by_day("registers")
+@pytest.mark.by_day("slots", "registers")
 @pytest.mark.parametrize(
     "make, trainer_class, options",
     [
@@ -207,7 +225,7 @@ TOKENIZER = word_tokenizer()
 """With a padding token."""
 
 
-@pytest.mark.by_day("True-padding", "True-seq2seq")
+@pytest.mark.by_day("False-tokenizer", "True-padding", "False-seq2seq")
 @pytest.mark.parametrize(
     "collator, tokenizer",
     [(None, None), (None, TOKENIZER), (DataCollatorWithPadding(TOKENIZER), TOKENIZER), (Collator(TOKENIZER), None),

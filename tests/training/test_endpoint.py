@@ -97,7 +97,7 @@ def serving(models=("tiny",), changed=None, status=200, instead=None):
     server = Server(("127.0.0.1", 0), Handler)
     server.models, server.changed, server.status, server.instead = models, changed, status, instead
     server.lock, server.asked = threading.Lock(), []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server, f"http://127.0.0.1:{server.server_port}/v1"
@@ -168,7 +168,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.by_day("another model", "several models")
+@pytest.mark.by_day("another prompt", "another count", "no ids", "several models", "a refusal")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_server_that_cannot_be_used_is_not_asked_for_all_rows(case, tmp_path):
     given, options, match = REFUSED[case]
@@ -220,42 +220,18 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
         regenerate(endpoint(url, tokenizer=Letters()), prompts(3), tmp_path, max_new_tokens=TOKENS)
 
 
-WRONG_IDS = {
-    "negative": [-3],
-    "a fraction": [3.7],
-    "a whole float": [3.0],
-    "a boolean": [True],
-    "far outside": [10**6],
-    "huge": [10**40],
-    "a text": ["5"],
-    "a list": [[5]],
-    "none": [None],
-    "too many": [5] * 100_000,
-    "no list": {"0": 5},
-    "a word": "555",
-}
+def _ids(wrong):
+    def change(found):
+        found["choices"][0]["token_ids"], found["usage"]["completion_tokens"] = wrong, len(wrong)
 
-
-@pytest.mark.by_day("0-negative", "0-a text", "7-negative", "7-a text")
-@pytest.mark.parametrize("case", WRONG_IDS)
-@pytest.mark.parametrize("row", [0, 7])
-def test_a_row_of_wrong_ids_is_named_and_loses_no_other(case, row, tmp_path):
-    def changed(found):
-        choice = found["choices"][0]
-        if choice["prompt_token_ids"] == prompts(20)[row]:
-            choice["token_ids"] = WRONG_IDS[case]
-            found["usage"]["completion_tokens"] = len(WRONG_IDS[case])
-
-    with serving(changed=changed) as (server, url):
-        with pytest.raises(EndpointError, match=f"row {row}: {url}.*ids?"):
-            regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)
-        server.changed, asked = None, len(server.asked)
-        rows = regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)
-    assert rows.rows == [{"ids": prompt + answer(prompt), "prompt": 2} for prompt in prompts(20)]
-    assert len(server.asked) - asked < 4  # the row, and what failed on its way
+    return change
 
 
 UNUSABLE = {
+    **{f"{wrong}": _ids([wrong]) for wrong in (-3, 3.7, 3.0, True, 10**6, 10**40, "5", [5], None)},
+    "too many ids": _ids([5] * 100_000),
+    "no list of ids": _ids({"0": 5}),
+    "a word": _ids("555"),
     "no choices": lambda found: found.update(choices=[]),
     "another prompt": _other_prompt,
     "no reason": lambda found: found["choices"][0].update(finish_reason=None),
@@ -264,10 +240,11 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.by_day("0-no choices", "0-no reason", "7-no choices", "7-no reason")
+@pytest.mark.by_day("-3", "1000000", "True", "no list of ids", "no choices", "no reason", "a usage that is none")
 @pytest.mark.parametrize("case", UNUSABLE)
-@pytest.mark.parametrize("row", [0, 7])
-def test_a_row_without_a_usable_answer_loses_no_other(case, row, tmp_path):
+def test_a_row_without_a_usable_answer_is_named_and_loses_no_other(case, tmp_path):
+    row = 7 * (len(case) % 2)
+
     def changed(found):
         if found["choices"][0]["prompt_token_ids"] == prompts(20)[row]:
             UNUSABLE[case](found)
@@ -276,8 +253,9 @@ def test_a_row_without_a_usable_answer_loses_no_other(case, row, tmp_path):
         with pytest.raises(EndpointError, match=f"row {row}: {url}"):
             regenerate(endpoint(url, tries=3), prompts(20), tmp_path, max_new_tokens=TOKENS)
         server.changed, asked = None, len(server.asked)
-        assert len(regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)) == 20
-    assert len(server.asked) - asked < 4
+        rows = regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)
+    assert rows.rows == [{"ids": prompt + answer(prompt), "prompt": 2} for prompt in prompts(20)]
+    assert len(server.asked) - asked < 4  # the row, and what failed on its way
 
 
 def test_ids_lie_below_the_vocabulary_that_is_named(tmp_path):
@@ -288,44 +266,29 @@ def test_ids_lie_below_the_vocabulary_that_is_named(tmp_path):
             list(endpoint(url, vocab_size=50).completions(prompt, **options))
 
 
-NO_MODELS = {
-    "a list": [{"id": "tiny"}],
-    "a text": "tiny",
-    "null": None,
-    "a number": 3,
-    "data is null": {"data": None},
-    "data is a text": {"data": "tiny"},
-    "names alone": {"data": ["tiny"]},
-    "numbers": {"data": [{"id": 3}]},
-    "no name": {"data": [{"name": "tiny"}]},
-}
+def test_a_list_of_models_that_is_none_is_refused():
+    lists = ({"data": data} for data in (None, "tiny", ["tiny"], [{"id": 3}], [{"name": "tiny"}]))
+    for models in ([{"id": "tiny"}], "tiny", None, 3, *lists):
+        with serving(models=models) as (_, url), pytest.raises(EndpointError, match="models"):
+            endpoint(url).served_model()
 
 
-@pytest.mark.parametrize("case", NO_MODELS)
-def test_a_list_of_models_that_is_none_is_refused(case):
-    with serving(models=NO_MODELS[case]) as (_, url), pytest.raises(EndpointError, match="models"):
-        endpoint(url).served_model()
-
-
-@pytest.mark.parametrize(
-    ("asked", "most"), [("9" * 9, 60), ("9" * 400, 60), ("7", 7), ("-1", 1), ("soon", 1), ("\xb2", 1)]
-)
-def test_pauses_that_a_server_asks_for_are_bounded(asked, most, monkeypatch):
+def test_pauses_that_a_server_asks_for_are_bounded(monkeypatch):
     def refuses(handler):
         handler.send_response(429)
         handler.send_header("Retry-After", asked)
         handler.send_header("Content-Length", "0")
         handler.end_headers()
 
-    pauses = []
-
     async def sleep(seconds):
         pauses.append(seconds)
 
     monkeypatch.setattr(anyio, "sleep", sleep)
-    with serving(instead=refuses) as (_, url), pytest.raises(EndpointError, match="3 tries: HTTP 429"):
-        list(endpoint(url, tries=3).completions({0: [3]}, 2, 0, {}))
-    assert len(pauses) == 2 and max(pauses) <= most and (most < 7 or min(pauses) == most)
+    for asked, most in (("9" * 9, 60), ("9" * 400, 60), ("7", 7), ("-1", 1), ("soon", 1), ("\xb2", 1)):
+        pauses = []
+        with serving(instead=refuses) as (_, url), pytest.raises(EndpointError, match="3 tries: HTTP 429"):
+            list(endpoint(url, tries=3).completions({0: [3]}, 2, 0, {}))
+        assert len(pauses) == 2 and max(pauses) <= most and (most < 7 or min(pauses) == most), asked
 
 
 def drips(handler):
@@ -340,6 +303,7 @@ def drips_later(handler):
     drips(handler)
 
 
+@pytest.mark.by_day("drips_later")
 @pytest.mark.parametrize("drip", [drips, drips_later])
 def test_an_answer_that_comes_byte_by_byte_ends(drip):
     with serving(instead=drip) as (_, url), pytest.raises(EndpointError, match="2 tries: TimeoutError"):
@@ -359,6 +323,7 @@ def test_an_answer_without_end_is_not_read_whole():
     assert len(server.asked) < 100
 
 
+@pytest.mark.by_day("gzip", "br")
 @pytest.mark.parametrize("coding", ["gzip", "br", "gzip, gzip"])
 def test_a_compressed_answer_is_bounded_by_what_it_holds(coding):
     bomb = gzip.compress(b" " * (1 << 26))
@@ -392,25 +357,26 @@ def test_a_redirection_is_refused_and_not_followed():
     assert not away.asked
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, "null", "[]", '"x"', "9" * 5000, '{"choices": {}}', '{"choices": [3]}']
-)
-def test_an_answer_of_another_form_is_named(text):
-    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
-    served, refused = serving(instead=lambda handler: handler.wfile.write(head)), pytest.raises(EndpointError)
-    with served as (_, url), refused as error:
-        list(endpoint(url, tries=1).completions({0: [3]}, 2, 0, {}))
-    assert "row 0" in str(error.value) and "OpenAI's form" in str(error.value)
+def test_an_answer_of_another_form_is_named():
+    for text in ("[" * 100_000, "null", "[]", '"x"', "9" * 5000, '{"choices": {}}', '{"choices": [3]}'):
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+        served, refused = (
+            serving(instead=lambda handler, said=head: handler.wfile.write(said)),
+            pytest.raises(EndpointError),
+        )
+        with served as (_, url), refused as error:
+            list(endpoint(url, tries=1).completions({0: [3]}, 2, 0, {}))
+        assert "row 0" in str(error.value) and "OpenAI's form" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("url", "host:8000/v1"), ("url", 3), ("url", "http://"), ("tries", 0), ("tries", 2.5), ("concurrency", "4"),
-     ("vocab_size", -1), ("timeout", 0), ("timeout", float("nan")), ("pause", -1)],
-)  # fmt: skip
-def test_an_endpoint_that_cannot_be_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}="):
-        Endpoint(**{"url": "http://127.0.0.1:1/v1", name: value})
+def test_an_endpoint_that_cannot_be_is_refused():
+    for name, values in {
+        "url": ("host:8000/v1", 3, "http://"), "tries": (0, 2.5), "concurrency": ("4",), "vocab_size": (-1,),
+        "timeout": (0, float("nan")), "pause": (-1,),
+    }.items():  # fmt: skip
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}="):
+                Endpoint(**{"url": "http://127.0.0.1:1/v1", name: value})
 
 
 def test_an_option_that_is_no_field_of_a_request_is_no_fault_of_the_server():

@@ -20,7 +20,7 @@ from tokenahead.modeling.block import losses as block_losses
 from tokenahead.modeling.common import teacher as heads_teacher
 from tokenahead.modeling.eagle import losses as eagle_losses
 from tokenahead.training import cache_features
-from tokenahead.training.features import FeatureDataset, FeatureIndex
+from tokenahead.training.features import FeatureDataset
 from tokenahead.training.parts import part_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.by_day("taught", "block over half")
+@pytest.mark.by_day("lk over half", "eagle 3", "block")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, tmp_path, monkeypatch):
     data, found = rows(), []
@@ -163,14 +163,14 @@ def test_a_killed_writer_goes_on_with_the_next_part(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     times = {path: path.stat().st_mtime_ns for path in part_files(folder)}
-    assert 1 <= len(times) <= 3 and FeatureIndex.read(folder).parts == []
+    assert 1 <= len(times) <= 3
     with pytest.raises(ValueError, match=r"holds \d+ of 12 rows"):
         FeatureDataset(folder)
     torch.manual_seed(0)
     drafter = DRAFTERS["cp"]()
     found = cache_features(drafter, rows(), folder, tokens_per_shard=30)
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
-    assert {path.name for path in folder.iterdir()} == {"index.json", *found.index.parts}
+    assert {path.name for path in folder.iterdir()} == {"index.json", *(part.path.name for part in found.parts)}
     whole = cache_features(drafter, rows(), tmp_path / "whole", tokens_per_shard=30)
     assert found.index == whole.index
     for one, other in zip(found, whole):

@@ -84,16 +84,24 @@ def learned(model, batch) -> list[torch.Tensor]:
 
 
 @pytest.mark.by_day(
-    "independent-torch.float64-1e-12",
-    "circuit-torch.float32-5e-06",
-    "medusa-torch.float32-5e-06",
-    "layers-torch.float32-5e-06",
-    "taught-torch.float32-5e-06",
-    "joint-torch.float32-5e-06",
-    "eagle 3-torch.float64-1e-12",
-    "hass-torch.float64-1e-12",
-    "evabyte-torch.float64-1e-12",
-    "modules-torch.float64-1e-12",
+    *(
+        f"{name}-torch.float64-1e-12"
+        for name in (
+            "independent",
+            "circuit",
+            "hydra",
+            "layers",
+            "lk over half",
+            "joint",
+            "eagle 1",
+            "eagle over half",
+            "hass",
+            "eagle block",
+            "evabyte",
+            "modules",
+            "deepseek",
+        )
+    )
 )
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 5e-6)], ids=str)
 @pytest.mark.parametrize("name", DRAFTERS)

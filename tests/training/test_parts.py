@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from tests.training.conftest import ragged_rows
 from tests.training.test_evaluation_loss import llama
 from tokenahead import MTPHeads
+from tokenahead.generation.tensors.saving import PREFIX
 from tokenahead.training import cache_features, regenerate
+from tokenahead.training import features as features_module
 from tokenahead.training import parts as parts_module
-from tokenahead.training import processes as processes_module
 from tokenahead.training import regeneration as regeneration_module
 from tokenahead.training.features import FeatureDataset
-from tokenahead.training.parts import PartWriter, complete, part_files, write_facts
-from tokenahead.training.processes import Processes
+from tokenahead.training.parts import Processes, complete, part_files, write_facts, write_part
 from tokenahead.training.regeneration import RegeneratedText
 
 PROMPTS = [[70 + row, 71, 72][: 1 + row % 3] for row in range(12)]
@@ -97,12 +97,8 @@ def with_old_checksums(path, change):
     save_file({name: change(name, tensor.clone()) for name, tensor in load_file(path).items()}, path, said)
 
 
-def other_rows(name, tensor):
-    return tensor + 1 if name == "rows" else tensor
-
-
 def as_nan(name, tensor):
-    return tensor * float("nan") if tensor.is_floating_point() else tensor.roll(1) if name != "rows" else tensor
+    return tensor * float("nan") if tensor.is_floating_point() else tensor.roll(1)
 
 
 DAMAGES = {
@@ -114,65 +110,63 @@ DAMAGES = {
     "a page": lambda path: path.write_text("<html>not found</html>"),
     "no checksums": lambda path: without_checksums(path, as_nan),
     "other values": lambda path: with_old_checksums(path, as_nan),
-    "other rows": lambda path: with_old_checksums(path, other_rows),
     "other types": lambda path: with_old_checksums(path, lambda name, tensor: tensor.to(torch.int32)),
+    "the same bytes": lambda path: with_old_checksums(
+        path,
+        lambda name, tensor: tensor if name == "lengths" or tensor.dtype != torch.int64 else tensor.view(torch.float64),
+    ),
     "gone": lambda path: path.unlink(),
 }
 
 
-@pytest.mark.by_day(
-    "states-byte 0-in the middle",
-    "states-byte 9-in the middle",
-    "states-byte 150-at the end",
-    "states-byte -50-in the middle",
-    "states-cut-at the end",
-    "states-empty-at the end",
-    "states-no checksums-in the middle",
-    "states-other rows-at the end",
-    "answers-byte 0-in the middle",
-    "answers-byte 9-in the middle",
-    "answers-byte 150-at the end",
-    "answers-byte -50-in the middle",
-    "answers-cut-at the end",
-    "answers-empty-at the end",
-    "answers-no checksums-in the middle",
-    "answers-other rows-at the end",
-)
+@pytest.mark.by_day("states-in the middle", "answers-at the end")
 @pytest.mark.parametrize("which", [1, -1], ids=["in the middle", "at the end"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_part_is_named_and_written_again(damage, which, damaged):
-    path, names = part_files(damaged.folder)[which], [each.name for each in part_files(damaged.folder)]
-    times = {each: each.stat().st_mtime_ns for each in part_files(damaged.folder)}
-    DAMAGES[damage](path)
-    with pytest.raises(ValueError, match=path.name):
-        list(damaged.read(damaged.folder))
-    assert equal(damaged.write(damaged.folder), damaged.rows)
-    assert equal(damaged.read(damaged.folder), damaged.rows)
-    assert [each.name for each in part_files(damaged.folder)] == names
-    assert all(each.stat().st_mtime_ns == time for each, time in times.items() if each != path)
+def test_a_damaged_part_is_named_and_written_again(which, damaged):
+    for damage, hurt in DAMAGES.items():
+        path, names = part_files(damaged.folder)[which], [each.name for each in part_files(damaged.folder)]
+        times = {each: each.stat().st_mtime_ns for each in part_files(damaged.folder)}
+        hurt(path)
+        with pytest.raises(ValueError, match=path.name):
+            list(damaged.read(damaged.folder))
+        assert equal(damaged.write(damaged.folder), damaged.rows), damage
+        assert equal(damaged.read(damaged.folder), damaged.rows), damage
+        assert [each.name for each in part_files(damaged.folder)] == names, damage
+        assert all(each.stat().st_mtime_ns == time for each, time in times.items() if each != path), damage
 
 
-def test_parts_are_known_by_their_rows_and_not_by_their_names(damaged):
+def test_parts_under_names_of_others_are_refused_and_written_again(damaged):
     first, second, *_ = part_files(damaged.folder)
     first.rename(damaged.folder / "other")
     second.rename(first)
     (damaged.folder / "other").rename(second)
-    assert equal(damaged.read(damaged.folder), damaged.rows) and equal(damaged.write(damaged.folder), damaged.rows)
+    with pytest.raises(ValueError, match=f"{first.name}|{second.name}"):
+        list(damaged.read(damaged.folder))
+    assert equal(damaged.write(damaged.folder), damaged.rows) and equal(damaged.read(damaged.folder), damaged.rows)
 
 
-def test_a_row_in_two_parts_is_refused(damaged):
-    first, *_ = part_files(damaged.folder)
-    shutil.copy(first, other := damaged.folder / "part-00001-of-00002-00000.safetensors")
-    for call in (damaged.read, damaged.write):
-        with pytest.raises(ValueError, match=f"{other.name} and {first.name}|{first.name} and {other.name}"):
-            call(damaged.folder)
-    other.unlink()
+def rewritten(path, to, start, of):
+    """Write rows of a file as those from another number on."""
+    columns = load_file(path)
+    lengths = columns.pop("lengths").tolist()
+    write_part(to.parent, of, start, lengths, columns)
+
+
+def test_a_row_in_two_parts_and_one_beyond_the_end_are_refused(damaged):
+    first, second, *_ = part_files(damaged.folder)
+    with safe_open(first, "pt") as file:
+        of = file.metadata()["of"]
+    for start, words in ((1, f"{first.name}.*row 1"), (ROWS, f"there are {ROWS}")):
+        rewritten(second, other := damaged.folder / f"rows-{start:08d}.safetensors", start, of)
+        for call in (damaged.read, damaged.write):
+            with pytest.raises(ValueError, match=words):
+                call(damaged.folder)
+        other.unlink()
     assert equal(damaged.write(damaged.folder), damaged.rows)
 
 
 def test_a_part_of_another_directory_is_refused_and_stays(damaged, tmp_path):
     damaged.write(tmp_path / "less", 4)
-    foreign = shutil.copy(part_files(tmp_path / "less")[0], damaged.folder / "part-00001-of-00002-00000.safetensors")
+    foreign = shutil.copy(part_files(tmp_path / "less")[0], part_files(damaged.folder)[0])
     for call in (damaged.read, damaged.write):
         with pytest.raises(ValueError, match=f"{foreign.name}.*another data set"):
             call(damaged.folder)
@@ -190,23 +184,23 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("damage", FACTS)
-def test_damaged_facts_are_named_and_written_again_when_they_are_removed(damage, damaged):
-    path = damaged.folder / damaged.facts
-    FACTS[damage](path)
-    for call in (damaged.read, damaged.write):
-        with pytest.raises(ValueError, match=f"{path.name} is damaged"):
-            call(damaged.folder)
-    path.unlink()
-    times = [each.stat().st_mtime_ns for each in part_files(damaged.folder)]
-    assert equal(damaged.write(damaged.folder), damaged.rows)
-    assert [each.stat().st_mtime_ns for each in part_files(damaged.folder)] == times
+def test_damaged_facts_are_named_and_written_again_when_they_are_removed(damaged):
+    path, parts = damaged.folder / damaged.facts, part_files(damaged.folder)
+    times = [each.stat().st_mtime_ns for each in parts]
+    for hurt in FACTS.values():
+        hurt(path)
+        for call in (damaged.read, damaged.write):
+            with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+                call(damaged.folder)
+        path.unlink()
+        assert equal(damaged.write(damaged.folder), damaged.rows)
+        assert [each.stat().st_mtime_ns for each in part_files(damaged.folder)] == times
 
 
 def test_a_gap_is_named_with_its_rows_and_what_fills_it(damaged):
-    for path in part_files(damaged.folder)[1:]:
+    for path in reversed(part_files(damaged.folder)[1:]):
         path.unlink()
-    with pytest.raises(ValueError, match=rf"holds \d+ of 12 rows.*missing.*{damaged.remedy}"):
+    with pytest.raises(ValueError, match=rf"holds \d+ of 12 rows.*{path.name} is missing.*{damaged.remedy}"):
         damaged.read(damaged.folder)
 
 
@@ -227,18 +221,17 @@ def test_without_verification_only_sizes_are_looked_at(tmp_path):
 
 def test_checksums_are_read_when_a_part_is_first_opened(tmp_path, monkeypatch):
     states(tmp_path)
-    read = []
-    checked = parts_module.Part._checked
+    read, opened = [], parts_module.Part.opened
     monkeypatch.setattr(
-        parts_module.Part, "_checked", lambda part, file, name: (read.append(name), checked(part, file, name))[1]
+        parts_module.Part, "opened", lambda part, verify: (read.append(verify), opened(part, verify))[1]
     )
     rows = FeatureDataset(tmp_path)
-    assert "cached_states" not in read
-    assert equal([rows[0], rows[0]], [rows[0]] * 2) and read.count("cached_states") == 1
+    assert not read and equal([rows[0], rows[0]], [rows[0]] * 2) and read == [True]
     list(rows)
-    assert read.count("cached_states") == len(part_files(tmp_path))
+    assert read == [True] * len(part_files(tmp_path))
 
 
+@pytest.mark.by_day("states-0o77", "answers-0o22")
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
 @pytest.mark.parametrize("kind", KINDS)
 def test_modes_follow_the_umask(kind, mask, tmp_path):
@@ -261,15 +254,9 @@ def test_a_link_is_replaced_and_not_followed(damaged, tmp_path):
 
 
 def test_what_killed_writers_left_is_removed(damaged):
-    ours, theirs = (f".{part_files(damaged.folder)[0].name}.{name}.tmp" for name in (f"{os.uname().nodename}.999999999",
-                                                                                "elsewhere.1"))  # fmt: skip
-    for name in (ours, theirs):
-        (damaged.folder / name).write_bytes(b"half")
+    (left := damaged.folder / f"{PREFIX}rows-00000003.safetensors").write_bytes(b"half")
     damaged.write(damaged.folder)
-    assert not (damaged.folder / ours).exists() and (damaged.folder / theirs).exists()
-    os.utime(damaged.folder / theirs, (0, 0))
-    damaged.write(damaged.folder)
-    assert not (damaged.folder / theirs).exists()
+    assert not left.exists()
 
 
 def test_states_that_are_not_finite_are_refused(tmp_path):
@@ -281,20 +268,6 @@ def test_states_that_are_not_finite_are_refused(tmp_path):
     assert not part_files(tmp_path)
 
 
-def test_ids_that_cannot_be_are_named(damaged, monkeypatch):
-    if damaged.remedy != "regenerate":
-        pytest.skip("of answers")
-    path = part_files(damaged.folder)[0]
-    with safe_open(path, "pt") as file:
-        of = file.metadata()["of"]
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    tensors["ids"][0] = -5
-    sums = json.dumps({name: parts_module.checksum_of(tensor, of) for name, tensor in tensors.items()})
-    save_file(tensors, path, {"of": of, "crc32": sums})
-    with pytest.raises(ValueError, match=path.name):
-        RegeneratedText(damaged.folder)
-
-
 def work(rank, world, folder, kind, slow):
     """Be one of the processes, which is a copy of this one."""
     for stream in (1, 2):
@@ -303,18 +276,18 @@ def work(rank, world, folder, kind, slow):
     limit = datetime.timedelta(seconds=10)  # of collectives
     init = f"file://{folder}.store"
     torch.distributed.init_process_group("gloo", init, rank=rank, world_size=world, timeout=limit)
-    processes_module._TELL, regeneration_module._SECONDS, code, write = 0.5, 0.0, 1, parts_module.PartWriter.write
-
-    for module in (processes_module, parts_module):
-        module.logger = SimpleNamespace(warning=lambda words: os.write(1, f"{words}\n".encode()))
+    parts_module._TELL, regeneration_module._SECONDS, code, write = 0.5, 0.0, 1, write_part
+    parts_module.logger = SimpleNamespace(warning=lambda words: os.write(1, f"{words}\n".encode()))
 
     def slowly(*arguments):
         if slow == "fails" and rank == 0:
             raise OSError("No space left on device")
         time.sleep(4 if slow == "waits" and rank == 0 else 0)
         write(*arguments)
+        with Path(f"{folder}.{rank}.rows").open("a") as noted:
+            noted.write(f"{len(arguments[3])}\n")
 
-    parts_module.PartWriter.write = slowly
+    features_module.write_part = regeneration_module.write_part = slowly
     try:
         KINDS[kind].write(Path(folder))
         code = 0
@@ -337,39 +310,38 @@ def run(world, folder, kind, slow="no"):
     return [each.exitcode for each in started], [Path(f"{folder}.{rank}").read_text() for rank in range(world)]
 
 
-def owners(folder):
-    """How many rows each process has written, by the names of its parts."""
-    found = {}
-    for path in part_files(folder):
-        owner = path.name.rpartition("-")[0]
-        found[owner] = found.get(owner, 0) + len(load_file(path)["rows"])
-    return found
+def written(folder, world):
+    """How many rows each process has written."""
+    paths = [Path(f"{folder}.{rank}.rows") for rank in range(world)]
+    return [sum(map(int, path.read_text().split())) if path.exists() else 0 for path in paths]
 
 
-@pytest.mark.by_day("states")
+@pytest.mark.by_day("answers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_write_the_rows_of_one_each_its_share_and_wait_for_the_slowest(kind, tmp_path):
     want = kept(KINDS[kind].write(tmp_path / "one"))
     codes, said = run(2, tmp_path / "two", kind, "waits")
     assert codes == [0, 0], said
-    assert "waiting for 0 of 2 processes" in said[1] and "parts in" in said[1]
+    assert "waiting for 1 of 2 processes" in said[1] and "files in" in said[1]
     found = KINDS[kind].read(tmp_path / "two")
     if kind == "answers":
         assert equal(found, want)
     for one, other in zip(found, want, strict=True):
         for name in other:
             torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-5)
-    assert owners(tmp_path / "two") == {"part-00000-of-00002": 6, "part-00001-of-00002": 6}
-    first, second = part_files(tmp_path / "two")[:2]
+    assert written(tmp_path / "two", 2) == [6, 6]
+    first, second, *_, last = part_files(tmp_path / "two")
     times = {path: path.stat().st_mtime_ns for path in part_files(tmp_path / "two")}
-    flip(first, -3)  # another number of processes goes on from what is there
+    size = ROWS - sum(len(load_file(path)["lengths"]) for path in (second, last))
+    for path in times.keys() - {second, last}:  # another number of processes goes on from what is there
+        flip(path, -3)
     codes, said = run(3, tmp_path / "two", kind)
     assert codes == [0] * 3, said
     assert sum(f"{first.name} is damaged" in text for text in said) == 1
     found = KINDS[kind].read(tmp_path / "two")
     assert equal(found, want) if kind == "answers" else len(list(found)) == ROWS
-    assert all(path.stat().st_mtime_ns == time for path, time in times.items() if path != first)
-    assert any("of-00003" in path.name for path in part_files(tmp_path / "two"))
+    assert all(path.stat().st_mtime_ns == times[path] for path in (second, last))
+    assert sum(counts := written(tmp_path / "two", 3)) == size and min(counts) > 0
 
 
 class Alone(Processes):
@@ -386,8 +358,8 @@ def test_a_full_disk_leaves_no_part_and_is_said_with_the_path(error, tmp_path, m
         raise error
 
     monkeypatch.setattr(parts_module, "save_file", half)
-    with pytest.raises(OSError, match=r"part-00000-of-00001-00000\.safetensors is not written.*No space left"):
-        PartWriter(tmp_path, "facts", Processes()).write([0], [1], {"ids": torch.ones(1)})
+    with pytest.raises(OSError, match=r"rows-00000000\.safetensors is not written.*No space left"):
+        write_part(tmp_path, "facts", 0, [1], {"ids": torch.ones(1)})
     assert not list(tmp_path.iterdir())
 
 
@@ -395,10 +367,10 @@ def test_parts_of_a_process_that_sees_another_disk_are_missed_by_name(tmp_path, 
     monkeypatch.setattr(parts_module, "_VISIBLE", 0)
     write_facts(tmp_path / "plan.json", {})
 
-    def write(writer, rows, share):
-        writer.write(rows, [1] * len(rows), {"ids": torch.ones(len(rows))})
+    def write(rows):
+        write_part(tmp_path, "facts", rows[0], [1] * len(rows), {"ids": torch.ones(len(rows))})
 
-    with pytest.raises(FileNotFoundError, match=r"lacks 2 rows of processes \[1\] 0 s after.*process 0 of 2"):
+    with pytest.raises(FileNotFoundError, match="process 0 of 2 sees another disk"):
         complete(tmp_path / "plan.json", "facts", 4, write, "rows", Alone(0, 2))
 
 

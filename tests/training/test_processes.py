@@ -27,13 +27,17 @@ SHARDED = ["evabyte", "heads", "joint", "joint_layers", "modules", "eagle", "par
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """What two processes have written, by launcher."""
-    names = {launcher: [name for name in PLAIN if PLAIN[name] == launcher] for launcher in LAUNCHERS}
-    names["fsdp2"] = SHARDED
+def two(request, tmp_path_factory):
+    """What two processes have written, by launcher, of the models whose tests run."""
+    plain, sharded = (
+        {item.callspec.params["name"] for item in request.session.items if item.function is test}
+        for test in (test_two_processes_do_what_one_does, test_shards_do_what_one_process_does)
+    )
+    names = {launcher: [name for name in PLAIN if PLAIN[name] == launcher and name in plain] for launcher in LAUNCHERS}
+    names["fsdp2"] = [name for name in SHARDED if name in sharded]
     folders = {launcher: tmp_path_factory.mktemp(launcher) for launcher in LAUNCHERS}
     started = {}
-    for launcher, words in LAUNCHERS.items():
+    for launcher, words in ((launcher, words) for launcher, words in LAUNCHERS.items() if names[launcher]):
         port = ["--main_process_port", "0"] if launcher != "torchrun" else []
         client = ["-m", "tests.training.process_client", str(folders[launcher]), *names[launcher]]
         started[launcher] = Program("-m", *words, *port, *client)
@@ -79,6 +83,7 @@ def test_two_processes_do_what_one_does(name, two, alone):
     _same(load_file(two[PLAIN[name]] / f"{name}.safetensors"), weights)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_do_what_one_process_does(name, two, alone):
     """Two steps, a sharded checkpoint, a third step after resuming from it; the directory at the end is whole."""

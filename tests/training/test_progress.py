@@ -30,6 +30,7 @@ def bar_of(kind, tmp_path, monkeypatch, **options):
     return trainer, bar
 
 
+@pytest.mark.by_day("slots")
 @pytest.mark.parametrize("kind", MODELS)
 def test_tokens_per_second_and_useful_ones_are_shown(kind, tmp_path, monkeypatch, capsys):
     settings = {"max_steps": 2, "train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2}

@@ -17,8 +17,7 @@ from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.training import Endpoint, cache_features
 from tokenahead.training.endpoint import EndpointError
-from tokenahead.training.server_states import ServerStates, layer_outputs, vllm_options
-from tokenahead.training.states import BackboneStates
+from tokenahead.training.features import BackboneStates, ServerStates, layer_outputs, vllm_options
 
 PART = {"draft_ids": list(range(70, 90))}
 DRAFTERS = {
@@ -94,7 +93,7 @@ def serving(drafter, folder, change=lambda tensors: None, gives=True):
     server.backbone, server.folder, server.change, server.gives = drafter.backbone, folder, change, gives
     server.layers, server.lock, server.asked = layer_outputs(drafter), threading.Lock(), 0
     folder.mkdir()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield Endpoint(f"http://127.0.0.1:{server.server_port}/v1", pause=0.01, concurrency=4)
     finally:
@@ -111,6 +110,7 @@ def close(found, expected):
     assert all(torch.allclose(found[name].float(), expected[name].float(), atol=1e-5) for name in expected)
 
 
+@pytest.mark.by_day("eagle3")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_server_gives_the_rows_of_the_backbone_and_of_the_disk(name, tmp_path):
     drafter = DRAFTERS[name](llama(num_hidden_layers=4))
@@ -169,6 +169,7 @@ def infinite(tensors):
     tensors["hidden_states"][0, 0, 0] = torch.nan
 
 
+@pytest.mark.by_day("other_tokens", "turned", "infinite", "wider_than_asked")
 @pytest.mark.parametrize("change", [other_tokens, narrow, turned, infinite, whole_numbers, unnamed, wider_than_asked])
 def test_other_states_are_refused(change, tmp_path):
     drafter = DRAFTERS["eagle3"](llama(num_hidden_layers=4))
@@ -207,6 +208,7 @@ def planted(path, kind, states):
         path.symlink_to(elsewhere)
 
 
+@pytest.mark.by_day("file-pipe", "lock-link")
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
 @pytest.mark.parametrize("lock", [False, True], ids=["file", "lock"])
 def test_what_is_no_plain_file_is_refused_and_stays(kind, lock, tmp_path, monkeypatch):
@@ -228,40 +230,26 @@ def test_what_is_no_plain_file_is_refused_and_stays(kind, lock, tmp_path, monkey
     assert kind != "link" or (tmp_path / "secret.safetensors").exists()
 
 
-NAMES = ["", "/", ".", "..", "/a/..", "a\0b.safetensors", 3, ["x"], None]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=map(repr, NAMES))
-def test_names_that_are_none_are_refused(name, tmp_path, monkeypatch):
-    drafter = DRAFTERS["heads"](llama())
-    with serving(drafter, tmp_path / "files") as endpoint:
-        rows = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files", wait=0.1)
-        said, say = {"hidden_states_path": name}, Handler.say
-        monkeypatch.setattr(Handler, "say", lambda self, value: say(self, value | {"kv_transfer_params": said}))
-        with pytest.raises(EndpointError, match="row 0|hidden_states_path"):
-            rows[0]
-    assert (tmp_path / "files").is_dir()
-
-
-def test_a_path_elsewhere_is_a_name_in_the_folder(tmp_path, monkeypatch):
+def test_names_that_are_none_are_refused_and_a_path_elsewhere_is_a_name_in_the_folder(tmp_path, monkeypatch):
     drafter, say = DRAFTERS["heads"](llama()), Handler.say
-    (tmp_path / "mine.safetensors").write_text("mine")
+    (mine := tmp_path / "mine.safetensors").write_text("mine")
     with serving(drafter, tmp_path / "files") as endpoint:
         rows = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files", wait=0.1)
-        said = {"hidden_states_path": str(tmp_path / "mine.safetensors")}
-        monkeypatch.setattr(Handler, "say", lambda self, value: say(self, value | {"kv_transfer_params": said}))
-        with pytest.raises(EndpointError, match="mine.safetensors of row 0.*one disk"):
-            rows[0]
-    assert (tmp_path / "mine.safetensors").read_text() == "mine"
+        for name in ("", "/", ".", "..", "/a/..", "a\0b.safetensors", 3, ["x"], None, str(mine)):
+            said = {"kv_transfer_params": {"hidden_states_path": name}}
+            monkeypatch.setattr(Handler, "say", lambda self, value, said=said: say(self, value | said))
+            words = "mine.safetensors of row 0.*one disk" if name == str(mine) else "row 0|hidden_states_path"
+            with pytest.raises(EndpointError, match=words):
+                rows[0]
+    assert (tmp_path / "files").is_dir() and mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("folder", None), ("folder", ""), ("wait", float("nan")), ("wait", -1), ("wait", "10")]
-)
-def test_a_folder_and_a_time_are_demanded(name, value, tmp_path):
+def test_a_folder_and_a_time_are_demanded(tmp_path):
     drafter = DRAFTERS["heads"](llama())
-    with serving(drafter, tmp_path / "files") as endpoint, pytest.raises(ValueError, match=f"{name}="):
-        ServerStates(endpoint, drafter, data(), **{"folder": tmp_path, name: value})
+    with serving(drafter, tmp_path / "files") as endpoint:
+        for name, value in (("folder", None), ("folder", ""), ("wait", float("nan")), ("wait", -1), ("wait", "10")):
+            with pytest.raises(ValueError, match=f"{name}="):
+                ServerStates(endpoint, drafter, data(), **{"folder": tmp_path, name: value})
 
 
 def test_the_last_layers_number_counts_outputs(tmp_path):

@@ -19,7 +19,7 @@ from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPFo
 from tokenahead.generation.tensors.shared_models import LayerDivision
 from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, MuToRTrainer, TrainingStrategy, cache_features, regenerate
-from tokenahead.training.processes import Processes
+from tokenahead.training.parts import Processes
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of ways to load that transformers takes away
 IDS = torch.arange(70, 80)[None]

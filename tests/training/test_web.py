@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer, MTPHeads, cli
 from tokenahead.training import web
-from tokenahead.training.demo_subjects import spans
+from tokenahead.training.demo import spans
 from tokenahead.training.evaluation.decoding import drafted_flags
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
@@ -74,6 +74,7 @@ def test_what_the_model_writes_is_text(llama):
     assert "HighlightedText" in kinds and not {"HTML", "Markdown"} & kinds
 
 
+@pytest.mark.by_day("0.0-own", "1.0-author", "1.0-heads")
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["author", "own", "heads"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -96,26 +97,23 @@ def test_colours_are_what_speculation_counts(name, temperature, request):
         assert earlier[0][0][0] == prompt
 
 
-@pytest.mark.parametrize(("prompt", "message"), [(" \n", "prompt.*empty"), ("a" * 120, "prompt.*154.*112")])
-def test_a_prompt_that_cannot_be_is_named(author, prompt, message):
-    with pytest.raises(ValueError, match=message):
-        next(author.write(prompt, 16, 0.0, 0, False))
+def test_a_prompt_that_cannot_be_is_named(author):
+    for prompt, message in ((" \n", "prompt.*empty"), ("a" * 120, "prompt.*154.*112")):
+        with pytest.raises(ValueError, match=message):
+            next(author.write(prompt, 16, 0.0, 0, False))
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("drafter", "message"),
-    [("own", "own.*LlamaForCausalLM"), ("heads:/nowhere", "/nowhere"), ("transformers:prompt_lookup", "watched")],
-)
-def test_a_drafter_that_does_not_fit_is_named(llama, drafter, message):
-    with pytest.raises((ValueError, OSError), match=f"--drafter.*{message}"):
-        web.Author(llama, drafter)
+def test_a_drafter_that_does_not_fit_is_named(llama):
+    for drafter, message in (("own", "own.*LlamaForCausalLM"), ("heads:/nowhere", "/nowhere")):
+        with pytest.raises((ValueError, OSError), match=f"--drafter.*{message}"):
+            web.Author(llama, drafter)
 
 
-@pytest.mark.parametrize("words", [("--web", "--model", "m"), ()], ids=["of the page", "without a model"])
-def test_prompts_of_a_file_need_a_model_in_the_terminal(capsys, tmp_path, words):
-    assert run(*words, "--prompts", tmp_path / "p.txt") == 2
-    assert "--prompts needs a --model" in capsys.readouterr().err
+def test_prompts_of_a_file_need_a_model_in_the_terminal(capsys, tmp_path):
+    for words in (("--web", "--model", "m"), ()):
+        assert run(*words, "--prompts", tmp_path / "p.txt") == 2
+        assert "--prompts needs a --model" in capsys.readouterr().err
 
 
 def test_a_missing_gradio_is_named_before_anything_is_loaded(capsys, monkeypatch):
@@ -172,14 +170,12 @@ def check_guard(url):
     assert len(sent) < 1 << 9
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [("127.0.0.1", 200), ("127.0.0.1:7860", 200), ("[::1]:80", 200), ("LocalHost", 200), ("me.lan:1", 200),
-     ("10.0.0.7", 200), ("evil.example", 421), ("evil.example:80", 421), ("[evil", 421), ("::1:evil", 421), ("", 421)],
-)  # fmt: skip
-def test_hosts_of_other_names_are_refused(host, status):
-    assert web.Guard(None, ["localhost", "Me.lan"]).fault({b"host": host.encode()})[0] == status
-    assert web.Guard(None).fault({b"host": host.encode()})[0] == 200
+def test_hosts_of_other_names_are_refused():
+    right = ("127.0.0.1", "127.0.0.1:7860", "[::1]:80", "LocalHost", "me.lan:1", "10.0.0.7")
+    wrong = ("evil.example", "evil.example:80", "[evil", "::1:evil", "")
+    for host, status in {**dict.fromkeys(right, 200), **dict.fromkeys(wrong, 421)}.items():
+        assert web.Guard(None, ["localhost", "Me.lan"]).fault({b"host": host.encode()})[0] == status, host
+        assert web.Guard(None).fault({b"host": host.encode()})[0] == 200
 
 
 def test_visitors_get_their_own_texts(llama, monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..batches import Inputs
-from ..data_rows import read_rows
+from ..columns import read_rows
 from ..regeneration import RegeneratedText, holds_text
 from ..trainer_base import check_ids
 from ..utils import needs_extra, one_line

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers.utils import logging
 
 from ...generation.attach import MTPGenerationMixin
-from ..demo_subjects import requests
+from ..demo import requests
 from ..doctor import Diagnosis, diagnose_source
 from ..doctor.report import FAULT, NOTE, OK
 from ..evaluation.prompts import PromptEncoder, groups_of, read_prompts

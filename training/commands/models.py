@@ -32,7 +32,7 @@ from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, is_row_wise, taken_columns
 from ..columns import PER_TOKEN, template_options
 from ..endpoint import Endpoint
-from ..features import STATES, FeatureDataset, cache_features
+from ..features import STATES, FeatureDataset, ServerStates, cache_features
 from ..loading import (
     base_of,
     has_adapters,
@@ -46,7 +46,6 @@ from ..loading import (
 from ..preparation import set_loss_options
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
-from ..server_states import ServerStates
 from ..utils import needs_extra
 from .data import load_data
 from .settings import KINDS, ApartArguments, DrafterArguments, Settings, filled

@@ -33,7 +33,7 @@ from ...modeling.heads.joint import BACKBONE
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, fault_of, is_finished, last_whole_checkpoint
 from ..loading import has_adapters, holds_model
-from ..processes import of_first
+from ..parts import of_first
 from ..results import environment
 from ..trainer_base import BaseTrainer, check_kernels, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer

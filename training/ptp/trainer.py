@@ -19,8 +19,7 @@ from ...generation.tensors.shared_models import check_whole, shard
 from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
-from ..batches import Inputs
-from ..documents import at_rest
+from ..batches import Inputs, at_rest
 from ..trainer_base import BaseTrainer, check_depths, check_ids
 from .forwards import Sequences, Teacher
 from .losses import PTPOptions

@@ -94,6 +94,7 @@ def drawn(case):
     return figure
 
 
+@pytest.mark.by_day("bench, six methods", "frontier, loops")
 @pytest.mark.parametrize("case", CASES)
 def test_words_lie_inside_the_picture_and_not_on_each_other(case):
     figure = drawn(case)
@@ -105,6 +106,7 @@ def test_words_lie_inside_the_picture_and_not_on_each_other(case):
         assert "categories" in case or not box.overlaps(second), (one, other)  # turned words have wide boxes
 
 
+@pytest.mark.by_day("frontier, six methods")
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("frontier")])
 def test_markers_are_drawn_whole(case):
     figure = drawn(case)

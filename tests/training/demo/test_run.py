@@ -16,8 +16,7 @@ from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead import cli as cli_module
 from tokenahead.model_cards import MeasuredResults
 from tokenahead.training.box import BoxDamagedError
-from tokenahead.training.demo import MARK, Measurement, check_output, run_demo
-from tokenahead.training.demo_subjects import box_model, named_model
+from tokenahead.training.demo import MARK, Measurement, box_model, check_output, named_model, run_demo
 from tokenahead.training.evaluation.summary import Completion, completions_of
 
 FEW = {"seconds": 0.1, "new_tokens": 20}
@@ -141,6 +140,7 @@ def test_prompts_of_a_file_take_the_place_of_the_requests(llama: tuple[str, str]
     assert measured.dataset_description == "Prompts of letters: 1 prompt, each completed with at most 20 bytes."
 
 
+@pytest.mark.nightly
 def test_batches_draft_as_much_as_pays_but_trees_keep_their_form(llama: tuple[str, str]) -> None:
     for drafter in ("ngram", 'ngram?draft_tree={"top_k":2}'):
         measured, _ = Measurement(batch_size=2, **FEW).measure(named_model(llama[0], drafter))
@@ -178,6 +178,7 @@ def test_parameters_of_the_backbone_and_of_heads_are_told_apart(box: Path, llama
     assert "further" not in named_model(model).words
 
 
+@pytest.mark.nightly
 def test_the_first_text_that_does_not_repeat_itself_is_shown() -> None:
     """The seed is the command's; the toy's greedy texts mostly loop."""
     subject = box_model()
@@ -188,18 +189,15 @@ def test_the_first_text_that_does_not_repeat_itself_is_shown() -> None:
     assert Completion("", [1, 2] * 40, []).loops and not Completion("", list(range(80)), []).loops
 
 
-@pytest.mark.parametrize(
-    ("drafter", "words"),
-    [
-        ("heads:nowhere", r"--drafter nowhere: no such directory"),
-        ("own", r"--drafter own: a LlamaForCausalLM does not draft"),
-        ("transformers:prompt_lookup", "cannot be watched"),
-        ("plain", "cannot be watched"),
-    ],
-)
-def test_a_drafter_that_does_not_fit_is_named(llama: tuple[str, str], drafter: str, words: str) -> None:
-    with pytest.raises((ValueError, OSError), match=words):
-        named_model(llama[0], drafter)
+def test_a_drafter_that_does_not_fit_is_named(llama: tuple[str, str]) -> None:
+    for drafter, words in {
+        "heads:nowhere": "--drafter nowhere: no such directory",
+        "own": "--drafter own: a LlamaForCausalLM does not draft",
+        "transformers:prompt_lookup": "cannot be watched",
+        "plain": "cannot be watched",
+    }.items():
+        with pytest.raises((ValueError, OSError), match=words):
+            named_model(llama[0], drafter)
 
 
 def test_what_fails_everywhere_says_why(llama: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

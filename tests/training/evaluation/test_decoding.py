@@ -138,11 +138,10 @@ def test_a_batch_gives_the_texts_of_its_rows_and_counts_a_call_for_every_row(mod
     assert together.result.identical is True
 
 
-def test_results_say_how_they_spread_and_whether_the_text_repeats_itself(model):
+def test_results_say_whether_the_text_repeats_itself(model):
     with torch.no_grad():  # the next byte is always the same one
         model.lm_head.weight.zero_()
         model.draft_heads.weight.zero_()
     result = compare_decoding(model, PROMPTS, GREEDY, 40).result
-    assert result.repeated_share == 1.0 and result.is_degenerate
-    assert result.spread == (min(result.per_prompt), max(result.per_prompt)) and result.processor_speed_up > 0
+    assert result.repeated_share == 1.0 and result.processor_seconds > 0
     assert result.only_loops and result.accepted_by_position == result.expected_by_position == []

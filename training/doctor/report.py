@@ -145,17 +145,10 @@ def diagnose(
     source: Source | None = None,
     **options: Any,
 ) -> Diagnosis:
-    """Return what is wrong with an attached drafter.
+    """Return what is wrong with a drafter that is attached to a backbone, or with a model that drafts for itself.
 
-    Args:
-        model: The backbone.
-        tokenizer: Its tokenizer.
-        drafter: Attached to `model`, or `model` itself where it drafts.
-        prompts: What the backbone answers, greedily.
-        chats: Whether prompts get the tokenizer's chat template, if it has one.
-        new_tokens: Of every answer, at most.
-        source: The directory or repository of the drafter, where it has one.
-        **options: Of `generate`.
+    The backbone answers the prompts greedily, with the tokenizer's chat template if it `chats`, in so many new tokens.
+    `source` is the directory or repository of the drafter, and `options` are those of `generate`.
     """
     method = drafting_method("drafter", model, None if drafter is model else drafter, **options)
     texts, runs = _answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
@@ -251,8 +244,7 @@ def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
         return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
     if "/" in recorded and "/" in actual:
         return Finding("fingerprint", OK, "the drafter learned on this backbone")
-    why = "no layers of it are recorded" if "/" in actual else "its layers cannot be read"
-    return Finding("fingerprint", NOTE, f"unembedding and last norm are those that the drafter learned on; {why}")
+    return Finding("fingerprint", NOTE, "it is that of unembedding and last norm alone; no layers are recorded or read")
 
 
 def of_tokenizers(

@@ -106,9 +106,7 @@ class Bench:
     def run(self, prompts: Sequence[Prompt], on_unit: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Measure until all is done or the time is over; what earlier runs left in the directory is not repeated.
 
-        Args:
-            prompts: What to decode.
-            on_unit: Called after every unit with the numbers of finished ones and of all.
+        `on_unit` is called after every unit with the numbers of finished ones and of all.
         """
         self.writer.check(prompts)
         self.prompts = {prompt.name: prompt for prompt in prompts}

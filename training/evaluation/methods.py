@@ -68,15 +68,11 @@ def drafting_method(name: str, model: Any, drafter: Any = None, **options: Any) 
 
 
 def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Method], dict[str, str]]:
-    """Return plain decoding and the requested methods, and why others do not fit.
+    """Return plain decoding and the requested methods of a backbone, and why others do not fit.
 
-    Args:
-        specs: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
-            that drafts for itself), `ngram`, `suffix[:SOURCE]`, `recycling`, `lookahead`, `assistant:SOURCE`,
-            `heads:SOURCE`, `eagle:SOURCE`, `block:SOURCE`, `student:SOURCE`, `auto:SOURCE` (any of these, in any
-            layout), `cascade:SOURCE` (suffixes, and such heads where these are not sure), `transformers:prompt_lookup`,
-            `transformers:assistant:SOURCE`, `transformers:use_mtp`.
-        model: The backbone; drafters are attached to it.
+    `specs` are `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
+    that drafts for itself), `auto:SOURCE` (any trained drafter, in any layout), `cascade:SOURCE` (suffixes, and such a
+    drafter where these are not sure), and the others of `_KINDS`.
 
     Raises:
         ValueError: No kind of method, or two of one name.

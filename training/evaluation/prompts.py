@@ -110,10 +110,7 @@ def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
 def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:
     """Return the prompts that are decoded together; categories take turns, and a group has one where it is possible.
 
-    Args:
-        prompts: In the order of their file.
-        batch_size: Prompts of a group; what is left over is left out, unless it is all there is.
-        per_category: Prompts to take of each category; None: all.
+    What is left over of a batch size is left out, unless it is all there is. `per_category=None` takes all.
     """
     categories = dict.fromkeys(prompt.category for prompt in prompts)
     chosen = [[prompt for prompt in prompts if prompt.category == each][:per_category] for each in categories]

@@ -19,10 +19,6 @@ from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs
 from .evaluation.methods import drafting_method
 from .trainer_base import BaseTrainer, drafter_of
-from .utils import needs_extra
-
-with needs_extra("train", "AcceptanceCallback"):
-    from datasets import Dataset, IterableDataset
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")
@@ -49,15 +45,6 @@ class AcceptanceCallback(TrainerCallback):
     `MTPTrainer` and `PTPTrainer` compute them before they log. The random numbers of training are not advanced. Under
     FSDP1 and DeepSpeed, where parts of a model cannot be called on their own, nothing is measured, with a warning.
 
-    Args:
-        rows: Number of rows of the evaluation data to measure on; None: all.
-        generate_every: Generate at every n-th evaluation; 0: never.
-        prompts: Number of held-out rows that are continued.
-        prompt_tokens: Length of the prompts.
-        new_tokens: Tokens to generate.
-        seed: Seed of the samples.
-        tolerance: Nats by which a backbone may be worse than the best one.
-
     Example:
         >>> args = TrainingArguments("out", eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
         ...                          metric_for_best_model="expected_accepted", greater_is_better=True)
@@ -66,13 +53,13 @@ class AcceptanceCallback(TrainerCallback):
 
     def __init__(
         self,
-        rows: int | None = 64,
-        generate_every: int = 4,
-        prompts: int = 4,
+        rows: int | None = 64,  # of the evaluation data to measure on; None: all
+        generate_every: int = 4,  # evaluations; 0: never
+        prompts: int = 4,  # held-out rows that are continued
         prompt_tokens: int = 64,
         new_tokens: int = 64,
-        seed: int = 0,
-        tolerance: float = 0.01,
+        seed: int = 0,  # of the samples
+        tolerance: float = 0.01,  # nats by which a backbone may be worse than the best one
     ) -> None:
         self.rows, self.generate_every, self.prompts = rows, generate_every, prompts
         self.prompt_tokens, self.new_tokens, self.tolerance = prompt_tokens, new_tokens, tolerance
@@ -191,11 +178,10 @@ def _model_of(trainer: Trainer) -> Any:
 
 
 def _first(data: Any, count: int | None) -> Any:
-    """Return the first rows of a dataset of any kind."""
+    """Return the first rows of a dataset of `datasets` or torch, of any kind."""
     if count is None:
         return data
-    if isinstance(data, IterableDataset):
-        return data.take(count)
-    if isinstance(data, Dataset):
-        return data.select(range(min(count, len(data))))
-    return torch.utils.data.Subset(data, range(min(count, len(data)))) if hasattr(data, "__len__") else data
+    if not hasattr(data, "__len__"):
+        return data.take(count) if hasattr(data, "take") else data
+    rows = range(min(count, len(data)))
+    return data.select(rows) if hasattr(data, "select") else torch.utils.data.Subset(data, rows)

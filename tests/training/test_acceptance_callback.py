@@ -1,8 +1,5 @@
 """AcceptanceCallback: acceptance among the metrics, for best checkpoints and early stopping; training is untouched."""
 
-import importlib
-import sys
-
 import pytest
 import torch
 from transformers import EarlyStoppingCallback
@@ -12,7 +9,6 @@ from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import MTPHeads
 from tokenahead.training import AcceptanceCallback
 from tokenahead.training.evaluation.drafts import DraftMeasures
-from tokenahead.training.utils import MissingExtraError
 
 SHORT = dict(prompts=2, prompt_tokens=6, new_tokens=8)
 
@@ -133,10 +129,3 @@ def test_a_backbone_that_learns_has_its_loss_among_the_metrics(tmp_path):
     scored = (labels[:, 1:] != -100) & (labels[:, :-1] != -100)  # all but the first token of each text
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     assert metrics["eval_backbone_loss"] == pytest.approx(losses[scored].mean().item(), rel=1e-4)
-
-
-def test_without_datasets_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.delitem(sys.modules, "tokenahead.training.acceptance_callback")
-    with pytest.raises(MissingExtraError, match=r"AcceptanceCallback needs .*'datasets'.*tokenahead\[train\]"):
-        importlib.import_module("tokenahead.training.acceptance_callback")

@@ -63,19 +63,9 @@ class Protocol:
 
 
 class Bench:
-    """Measures methods on prompts.
+    """Measures methods, of which the first decodes plainly, once more with `control`, on prompts that a writer encodes.
 
-    Args:
-        methods: The first decodes plainly.
-        writer: Makes ids of prompts.
-        protocol: How much is measured.
-        directory: Where rows are written as they are measured, and read from where there are some; None: nowhere.
-        control: Whether plain decoding is measured twice.
-
-    Attributes:
-        lines: All that was measured, of whole units.
-        prompts: The prompts, by name.
-        refused: By method, way of decoding and batch size: why it is not measured.
+    Rows are written into the directory as they are measured, and read from it where there are some; None: nowhere.
     """
 
     def __init__(
@@ -90,11 +80,11 @@ class Bench:
         self.methods = [methods[0], *again, *methods[1:]]
         self.writer, self.protocol = writer, protocol
         self.file = None if directory is None else directory / LINES
-        self.lines: list[Row] = []
-        self.prompts: dict[str, Prompt] = {}
-        self.refused: dict[tuple[str, str, int], str] = {}
-        self.errors: dict[int, list[float]] = {}
-        self.warm: set[tuple[str, int]] = set()
+        self.lines: list[Row] = []  # all that was measured, of whole units
+        self.prompts: dict[str, Prompt] = {}  # by name
+        self.refused: dict[tuple[str, str, int], str] = {}  # why a method, mode and batch size are not measured
+        self.errors: dict[int, list[float]] = {}  # of logits of blocks, by batch size
+        self.warm: set[tuple[str, int]] = set()  # modes and batch sizes
         drafters = [method.drafter for method in methods if isinstance(method.drafter, BaseDrafter)]
         self.restore_points = [drafter.restore_point() for drafter in drafters]
 

@@ -83,8 +83,7 @@ class DraftMeasures:
 
     temperature: float = 1.0  # of the target and the drafter; 0: greedy
     length: int | None = None  # m, tokens per draft; None: `usual_drafts`
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # [m] float64: `loss`, `top_k`, and `backbone_loss`
-    counts: torch.Tensor | None = None  # [m] float64, positions whose first j drafted tokens are all targets
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # [m] float64: `loss`, `top_k`, ..., and `count`
     calls: dict[str, ExpectedCalls] = field(default_factory=dict)  # by the rule of verification
 
     @torch.no_grad()
@@ -102,8 +101,7 @@ class DraftMeasures:
                 whole = accepted.setdefault(rule, shares.new_zeros(*positions.shape, shares.shape[-1]))
                 whole[at] = shares
         model.train(was_training)
-        calls = {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()}
-        self._merge(DraftMeasures(calls=calls))
+        self._merge({}, {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()})
         return self
 
     def _add_positions(self, probs: DraftedProbs) -> None:
@@ -111,34 +109,34 @@ class DraftMeasures:
         chosen = probs.draft.gather(-1, token)
         rank = (probs.draft > chosen).sum(-1)
         terms = {
+            "count": torch.ones_like(chosen[..., 0]),
             "loss": -chosen[..., 0],
             "backbone_loss": -probs.target.log_softmax(-1).gather(-1, token)[..., 0],
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
-        sums = {name: torch.where(probs.scored, values.double(), 0.0).sum(0).cpu() for name, values in terms.items()}
-        self._merge(DraftMeasures(sums=sums, counts=probs.scored.sum(0).double().cpu()))
+        terms = {name: torch.where(probs.scored, values.double(), 0.0) for name, values in terms.items()}
+        self._merge({name: values.sum(0).cpu() for name, values in terms.items()}, {})
 
-    def _merge(self, other: DraftMeasures) -> None:
-        if other.counts is not None:
-            self.counts = other.counts if self.counts is None else self.counts + other.counts
-        for name, values in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + values
-        for rule, calls in other.calls.items():
-            self.calls[rule] = self.calls[rule] + calls if rule in self.calls else calls
+    def _merge(self, sums: Mapping[str, torch.Tensor], calls: Mapping[str, ExpectedCalls]) -> None:
+        for name, values in sums.items():
+            self.sums[name] = self.sums[name] + values if name in self.sums else values
+        for rule, each in calls.items():
+            self.calls[rule] = self.calls[rule] + each if rule in self.calls else each
 
     def reduced(self) -> DraftMeasures:
         """Return the measures of all processes; every one of them calls this."""
         total = DraftMeasures(self.temperature, self.length)
         for part in gather_object([self]):
-            total._merge(part)
+            total._merge(part.sums, part.calls)
         return total
 
     def means(self) -> dict[str, list[float]]:
         """Return means by draft position, up to the last one with targets; an infinite loss stays infinite."""
-        if self.counts is None:
+        if not self.sums:
             return {}
-        drafts = int((self.counts > 0).sum())
-        return {name: (values[:drafts] / self.counts[:drafts]).tolist() for name, values in self.sums.items()}
+        count = self.sums["count"][self.sums["count"] > 0]
+        sums = {name: values[: len(count)] for name, values in self.sums.items() if name != "count"}
+        return {name: (values / count).tolist() for name, values in sums.items()}
 
 
 def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:

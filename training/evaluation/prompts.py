@@ -79,11 +79,7 @@ def _rows(source: str) -> Iterable[Any]:
         raise FileNotFoundError(f"{source}: no such file of prompts; of a data set, name the split, too: NAME:SPLIT")
     with needs_extra("train", "prompts of a data set"):
         from datasets import load_dataset
-        from datasets.exceptions import DatasetNotFoundError
-    try:
-        return map(dict, load_dataset(name, *config, split=split))
-    except (DatasetNotFoundError, ConnectionError) as error:
-        raise FileNotFoundError(f"{source}: no such file of prompts, nor a data set {name}: {error}") from error
+    return map(dict, load_dataset(name, *config, split=split))
 
 
 def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:

@@ -29,7 +29,7 @@ class AcceptanceCallback(TrainerCallback):
     """Adds acceptance to the metrics of every evaluation, for the log, the best checkpoint and early stopping.
 
     - `eval_expected_accepted`: drafts that one block verification of decoding at T = 1 is expected to accept along the
-      evaluation data, with drafts of the drafter's default length (`evaluation.expected`: exact where the data are the
+      evaluation data, with drafts of the drafter's default length (`evaluation.drafts`: exact where the data are the
       backbone's own outputs, an approximation elsewhere), and `eval_accepted_1`, `eval_accepted_2`, ...: the share of
       verifications that accept at least so many; `eval_top_1_draft_1`, `eval_top_5_draft_1`, ...: how often the text's
       token is the likeliest of draft 1, ..., or one of the five likeliest. Equal for any batch size and number of

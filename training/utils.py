@@ -54,16 +54,6 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     return find, lambda: sorted({*vars(import_module(package)), *homes})
 
 
-def check_directory(option: str, path: Path) -> None:
-    """Refuse a file where a directory is to be made.
-
-    Raises:
-        FileExistsError: The path is a file.
-    """
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{option} {path} is a file: name a directory")
-
-
 def replace_file(path: str | Path, text: str) -> Path:
     """Write a file, and its directory, in UTF-8; after an interruption the old file is unchanged. Return the path."""
     with whole_file(path) as temporary:

@@ -7,7 +7,7 @@ so total variation is 1 - alpha, and LK is -log alpha.
 
 The loss "block" is the acceptance of block verification. Along a sequence x drawn from p, a cycle that begins with x_t
 accepts at least k drafts with the probability m_k(t) = min over j <= k of min(1, Q_j / P_j), Q and P the products of q
-and p over the drafts' tokens (`training.evaluation.expected`). The loss is - sum_k m_k, averaged over positions. It
+and p over the drafts' tokens (`training.evaluation.drafts`). The loss is - sum_k m_k, averaged over positions. It
 reads log p of the sequence's own tokens alone, which must be the verifier's, drawn at temperature 1 from its whole
 distribution.
 

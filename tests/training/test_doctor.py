@@ -22,7 +22,7 @@ from tokenahead.training.demo import requests
 from tokenahead.training.doctor import diagnose, diagnose_source, report
 from tokenahead.training.doctor.report import is_new, rounded
 from tokenahead.training.doctor.trials import Drafted, brings_back, is_easier, shifted_rows, trials_of
-from tokenahead.training.evaluation.expected import ExpectedCalls
+from tokenahead.training.evaluation.drafts import ExpectedCalls
 from tokenahead.training.evaluation.prompts import Prompt
 
 RELEASED = Path(__file__).parents[2] / "model_cards" / "smollm2"

@@ -25,7 +25,7 @@ from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
 from ..results import DecodingResult, MeasuredResults
-from ..utils import check_directory, check_same, needs_extra, replace_figure, replace_file, shown_word
+from ..utils import check_same, needs_extra, replace_figure, replace_file, shown_word
 
 with needs_extra("demo", "figures"):
     from matplotlib.axes import Axes
@@ -60,7 +60,6 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     prompts, broken = read_prompts(request.prompts, request.skip_broken, request.ignore_columns)
     if request.quality and not any(map(any, (prompt.references for prompt in prompts))):
         raise ValueError(f"--quality: no prompt of {request.prompts} has a `reference` or an `answer`; leave it out")
-    check_directory("--output", request.output)
     file, digest = request.output / SETTINGS, hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
     settings = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
     if file.is_file():

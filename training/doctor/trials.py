@@ -29,8 +29,7 @@ from ...modeling.common.drafter_configs import layer_fields
 from ...modeling.eagle.conversion import default_aux_layers, resolved_aux_layers
 from ...modeling.heads.losses import IGNORE
 from ...modeling.heads.medusa import Repeated
-from ..evaluation.drafts import Batch, drafted_probs
-from ..evaluation.expected import ExpectedCalls
+from ..evaluation.drafts import Batch, ExpectedCalls, drafted_probs
 
 _MORE, _ERRORS = 1.25, 3.0
 """Times the calls per token, and their standard errors, which tell one form of prompts from the other."""

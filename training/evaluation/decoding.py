@@ -20,8 +20,7 @@ from ...generation.call.options import first_set
 from ...generation.tensors.wrapped_models import Kwargs
 from ..results import Number
 from ..utils import eos_ids, until_end
-from .drafts import has_probs, usual_drafts
-from .expected import GREEDY_RULE, SAMPLED
+from .drafts import GREEDY_RULE, SAMPLED, has_probs, usual_drafts
 
 _FREE = ("verification", "num_assistant_tokens", "assistant_model", "use_mtp")
 """Options that do not change the output."""

@@ -17,7 +17,7 @@ from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environ
 from ..utils import needs_extra
 from .bench import CONTROL, Bench, is_near_tie
 from .decoding import DecodingMode, Row, acceptance_by_position, drafted_flags, repeated_share
-from .expected import ExpectedCalls, ratio_of_sums
+from .drafts import ExpectedCalls, ratio_of_sums
 
 EXACT, BLEU = "exact match", "BLEU"
 """Names of the scores, of 0 to 100."""

@@ -4,7 +4,7 @@ import datasets
 import evaluate
 
 from tokenahead.training.evaluation import repeated_share
-from tokenahead.training.evaluation.expected import ratio_of_sums
+from tokenahead.training.evaluation.drafts import ratio_of_sums
 from tokenahead.training.results import DEGENERATE_SHARE
 
 _DESCRIPTION = """

@@ -324,7 +324,7 @@ def test_a_file_is_no_directory_of_results(folders, tmp_path, capsys):
     file = tmp_path / "results"
     file.write_text("mine")
     assert run(folders, file, "--methods", "ngram") == 1
-    assert f"--output {file} is a file: name a directory" in capsys.readouterr().err and file.read_text() == "mine"
+    assert str(file) in capsys.readouterr().err and file.read_text() == "mine"
 
 
 def test_a_config_with_a_wrong_value_is_a_drafter_that_does_not_fit(folders, tmp_path):

@@ -10,8 +10,7 @@ from tests.backbones import backbone, train_eagle, train_heads
 from tests.models import GOLDENS, trained_model
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.generation.verification.rules import block_acceptance, token_acceptance
-from tokenahead.training.evaluation.drafts import DraftMeasures, text_of
-from tokenahead.training.evaluation.expected import ExpectedCalls, acceptance_along, ratio_of_sums
+from tokenahead.training.evaluation.drafts import DraftMeasures, ExpectedCalls, acceptance_along, ratio_of_sums, text_of
 
 V, M, T = 4, 3, 5
 

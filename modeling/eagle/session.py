@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...generation.backbone.drafting import DrafterLayout, drafter_layout, of_accepted
+from ...generation.backbone.cache import drafter_layout, of_accepted
+from ...generation.backbone.static import DrafterLayout
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, block_chain, grow_chain
 from ...generation.call.sequences import NewTokens, Sequences

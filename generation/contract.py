@@ -339,20 +339,6 @@ class NoDrafts(DraftSession):
         return self.empty
 
 
-class ConstantLength:
-    """The same length in every cycle."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-
-    def length(self) -> int:
-        """Return it."""
-        return self.longest
-
-    def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
-        """Do nothing."""
-
-
 class Recorder(Protocol):
     """Records what the calls with a drafter verify."""
 

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from .backbone.target import Target
 from .call.sequences import NewTokens
-from .contract import ConstantLength, DraftTree, NoDrafts, PrefillOutput, TargetOutput
+from .contract import DraftTree, NoDrafts, PrefillOutput, TargetOutput
 from .graphs import Observer
 from .plan import Plan
 from .results import Cycle, GenerateSpeculativeOutput, Results
-from .tensors.masks import to_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +50,7 @@ class SpeculativeLoop:
         self.plan, self.target, self.session, self.verifier = plan, target, plan.session, plan.verifier
         self.results, self.empty = Results(plan, target), DraftTree.chain(plan.prompt[:, :0])
         self.processing = plan.draft_options.processing if plan.draft_options.processors else None
-        self.lengths, self.hidden_layers = plan.schedule or ConstantLength(self.session.num_tokens), plan.hidden_layers
+        self.schedule, self.hidden_layers = plan.schedule, plan.hidden_layers
         self.drops_finished, self.drafted, self.called = plan.may_drop_finished(), 0.0, 0.0
 
     def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
@@ -71,8 +70,8 @@ class SpeculativeLoop:
                 if self.drops_finished and any(self.results.done):
                     self.target.drop_finished(self.results.done)
                 ended = time.perf_counter()
-                if self.session is self.plan.session and self._is_steady():
-                    self.lengths.update(cycle.tree.depth, accepted, ended - started, length)
+                if self.schedule is not None and self.session is self.plan.session and self._is_steady():
+                    self.schedule.update(cycle.tree.depth, accepted, ended - started, length)
                 self.results.statistics.time(started, self.drafted, self.called, ended)
             return self._finished()
         except BaseException:  # a user's cache must not end with layers that only this loop can use
@@ -88,7 +87,9 @@ class SpeculativeLoop:
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
-        longest = min(self.lengths.length(), self.session.num_tokens)
+        longest = self.session.num_tokens
+        if self.schedule is not None:
+            longest = min(longest, self.schedule.length())
         left = min(self.results.positions_left(), self.results.tokens_left() - 1)
         return longest if self.session.is_deterministic else max(min(longest, left), 0)  # shortening changes its text
 
@@ -112,7 +113,7 @@ class SpeculativeLoop:
     def _forward(self, tree: DraftTree) -> TargetOutput:
         block = torch.cat([self.results.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
         outputs = self.target.forward(block, tree, self.hidden_layers)
-        outputs.logits = to_device(outputs.logits, block.device, torch.float32)  # [B, m + 1, V]
+        outputs.logits = outputs.logits.to(block.device, torch.float32)  # [B, m + 1, V]
         outputs.block, self.called = (block, outputs.logits), time.perf_counter()
         return outputs
 

@@ -109,6 +109,7 @@ class Plan:
         unfixed: Why the cycles on a static cache have no fixed shapes; None: they have, or the cache is another one.
         unrecorded: Why they are not recorded; see `graphs`.
         models: All that runs in a cycle of a static cache.
+        hidden_layers: The hidden states of the backbone that the call or the session reads.
     """
 
     call: Call
@@ -126,16 +127,12 @@ class Plan:
     unfixed: str | None
     unrecorded: str | None
     models: tuple[nn.Module, ...]
+    hidden_layers: HiddenLayers
 
     @property
     def returns_cache(self) -> bool:
         """Whether somebody may look into the cache after the call."""
         return bool(self.call.has_user_cache or self.config.return_dict_in_generate)
-
-    @property
-    def hidden_layers(self) -> HiddenLayers:
-        """The hidden states of the backbone that the call or the session reads."""
-        return requested_states(bool(self.config.output_hidden_states) or self.session.hidden_layers)
 
     @property
     def span(self) -> int:
@@ -186,7 +183,7 @@ def read_call(
         ValueError: An option or a combination that is not supported, or `use_mtp=True` where nothing is drafted.
     """
     options = _prepared_options(backbone, drafter, own, sources, config)
-    speculates, longest = options.use_mtp is not False, drafter.longest_draft()
+    speculates, longest, usual = options.use_mtp is not False, drafter.longest_draft(), drafter.default_draft()
     if speculates and longest == 0:
         speculates = False
         if options.use_mtp:
@@ -202,7 +199,7 @@ def read_call(
         check_trees(backbone)
     if options.needs_our_loop:  # caches without rollback hinder drafts alone
         _refuse_source(_obstacle_of_config(config, without="cache_implementation"), options)
-    number = options.num_assistant_tokens or drafter.default_draft()
+    number = options.num_assistant_tokens or usual
     if longest is not None and number > longest > 0:
         logger.warning_once(f"num_assistant_tokens={number} exceeds window - 1 = {longest}; drafting {longest} tokens.")
     number = number if longest is None else min(number, longest)
@@ -244,11 +241,12 @@ def plan_of(
     if options.draft_tree == "auto":
         options = choose_tree(options)
     made = DraftOptions.of_call(options, backbone, config, processors, prompt)
-    session, verifier_model = drafter.session(made), drafter.verifier_model(backbone)
+    verifier_model, session = drafter.verifier_model(backbone), drafter.session(made)
+    verifier = drafter.make_verifier(made, session)
+    if made.threshold and made.speculates:
+        made.warn_of_threshold(session, type(drafter).__name__)
     if made.processors and drafter.recorder is None:
         session = with_forced(session, made, drafter.longest_draft())
-    made.warn_of_threshold(session, type(drafter).__name__)
-    verifier = drafter.make_verifier(made, session)
     unfixed = unrecorded = None
     models = verifier_model, *([drafter] if isinstance(drafter, nn.Module) else [])
     if config.cache_implementation == "static" and not call.has_user_cache and takes_fixed_size(backbone):
@@ -276,6 +274,7 @@ def plan_of(
         unfixed=unfixed,
         unrecorded=unrecorded,
         models=models,
+        hidden_layers=requested_states(bool(config.output_hidden_states) or session.hidden_layers),
     )
 
 
@@ -331,7 +330,7 @@ def _obstacle_before(
     if isinstance(cache, StaticCache | EncoderDecoderCache):
         return f"{CACHE} of class {type(cache).__name__}"
     if not has_own_cache:
-        if not (cache is None or is_repackable(cache, backbone) or isinstance(cache, SpeculativeCache)):
+        if not (cache is None or is_repackable(cache, traits_of(backbone)) or isinstance(cache, SpeculativeCache)):
             return f"{CACHE} with layers that cannot be rolled back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not cast(Any, backbone)._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"

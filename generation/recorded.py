@@ -95,7 +95,7 @@ class RecordedLoop(StaticLoop):
             return super()._length()
         # drafts beyond the end are cut
         self.target.last_position = None if self.results.table is None else self.results.table - 1
-        longest = self.lengths.length()
+        longest = most if self.schedule is None else self.schedule.length()
         return min(n for n in (0, *_LENGTHS, most) if n >= longest)
 
     def _is_steady(self) -> bool:

@@ -166,15 +166,15 @@ class Results:
         prompt, config = plan.prompt, plan.config
         self.plan, self.target, self.session, self.config = plan, target, plan.session, config
         self.streamer, self.pad = plan.call.streamer, plan.draft_options.pad
+        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
+        self.statistics.backbone_calls = 1
+        self.table = traits_of(plan.call.backbone).table
         self.tokens, self.streamed, self.done = Sequences(prompt), prompt.shape[1], [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
         self.stopping = Stopping(plan.criteria, self.pad, self.records and self.records.scores_of)
-        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
-        self.statistics.backbone_calls = 1
         # columns of the cache without ids: embeddings, or an earlier call's
         self.unwritten = target.mask.shape[1] - prompt.shape[1] if target.has_columns else 0
-        self.table = traits_of(plan.call.backbone).table
         self.starts = target.next_positions() if self.table is not None and target.has_columns else None
         most = self.stopping.tokens_left(prompt.shape[1])
         leaves_table = self.starts is not None and self.table is not None and max(self.starts) + most > self.table

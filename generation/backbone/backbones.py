@@ -31,7 +31,7 @@ from .compressed import CompressedBackbone
 from .convolved import ConvolvedBackbone
 from .repacking import LockstepBackbone, RealignedBackbone
 from .static import PlannedCache, StaticBackbone
-from .target import DynamicCacheBackbone, RaggedBackbone, is_recurrent, traits_of
+from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
 _KINDS = (
@@ -172,9 +172,9 @@ def check_user_cache(call: Kwargs, config: GenerationConfig) -> None:
         raise ValueError(f"{CACHE} has room for {room} tokens of {tokens}: {more}")
 
 
-def is_repackable(cache: Cache, model: PreTrainedModel) -> bool:
+def is_repackable(cache: Cache, traits: Traits) -> bool:
     """Return whether sequences of a backbone's cache may accept different numbers of tokens: all layers roll back."""
-    if traits_of(model).convolves:
+    if traits.convolves:
         return all(type(layer) in _CONVOLVED for layer in cache.layers)
     return all(type(layer) in _KINDS or _has_blocks(layer) for layer in cache.layers)
 
@@ -196,7 +196,7 @@ def can_roll_back(model: PreTrainedModel) -> bool:
     cache = DynamicCache(config=model.config)
     has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
     is_known = is_recurrent(cache) or traits_of(model).compresses_windows
-    return has_columns and is_known and is_repackable(cache, model)
+    return has_columns and is_known and is_repackable(cache, traits_of(model))
 
 
 def takes_fixed_size(model: PreTrainedModel) -> bool:
@@ -217,7 +217,7 @@ def target_of(
     """Return the target of a model on a cache of transformers with the prompt in it; see `DynamicCacheBackbone` and
     `RaggedBackbone`."""
     traits = traits_of(model)
-    if not is_repackable(cache, model):
+    if not is_repackable(cache, traits):
         return LockstepBackbone(model, cache, like, mask, model_kwargs)
     if traits.convolves:
         return ConvolvedBackbone(model, cache, like, mask, model_kwargs, limit=limit, span=span)

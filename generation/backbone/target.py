@@ -370,7 +370,8 @@ class RaggedBackbone(DynamicCacheBackbone):
             tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
         self.layout.block_offset, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
-            outputs = self._call(block, tree.positions(), tree, self.last_position, options)
+            depths = cached_range(0, block.shape[1], block.device) if tree.is_chain else tree.positions()
+            outputs = self._call(block, depths, tree, self.last_position, options)
             if self.open is None:
                 return TargetOutput(outputs.logits, outputs.hidden_states)
             spread = partial(_spread, open_ones=self.open, batch=batch)

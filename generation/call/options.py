@@ -322,9 +322,9 @@ class DraftOptions(CallOptions):
         return [*unsure, True].index(True) + 1
 
     def warn_of_threshold(self, session: DraftSession, name: str) -> None:
-        """Warn where a threshold is set and the drafts of a session, made by the drafter `name`, ignore it."""
+        """Warn where the drafts of a session, made by the drafter `name`, ignore the threshold."""
         is_tree = self.draft_tree is not None
-        if self.speculates and self.threshold and (is_tree or not session.supports_confidence_threshold):
+        if is_tree or not session.supports_confidence_threshold:
             what = f"{'trees' if is_tree else 'drafts'} of {name}: they are verified whole."
             logger.warning_once(f"assistant_confidence_threshold={self.threshold} is not read by {what}")
 

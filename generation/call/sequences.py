@@ -15,17 +15,24 @@ from ..tensors.masks import cached_arange, cached_range
 _GROWTH = 256
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NewTokens:
     """How many tokens each sequence gets in a cycle: known to the host, and copied to the device once, where read.
 
     Attributes:
         counts: Tokens per sequence; 0 for sequences that had ended. Empty: the host does not know them yet (`unread`).
         device: That of the sequences.
+        longest: The most tokens that any sequence gets.
+        is_even: Whether all sequences get the same number.
     """
 
     counts: list[int]
     device: torch.device
+    longest: int = field(init=False)
+    is_even: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.longest, self.is_even = max(self.counts, default=0), len(set(self.counts)) == 1
 
     @classmethod
     def unread(cls, on_device: Tensor) -> NewTokens:
@@ -33,16 +40,6 @@ class NewTokens:
         new = cls([], on_device.device)
         vars(new)["on_device"] = on_device
         return new
-
-    @cached_property
-    def longest(self) -> int:
-        """The most tokens that any sequence gets."""
-        return max(self.counts)
-
-    @cached_property
-    def is_even(self) -> bool:
-        """Whether all sequences get the same number."""
-        return len(set(self.counts)) == 1
 
     @cached_property
     def on_device(self) -> Tensor:

@@ -35,7 +35,7 @@ class GuardedLoop(SpeculativeLoop):
         self._end_drafts(warns=False)
         self._undo()
         self.results.statistics.backbone_calls += 1
-        cycle = self._on_host(self._verified(self.empty, self._forward(self.empty)))
+        cycle = self._on_host(self._verified(*self._read(0, self.empty)))
         cycle = self._repaired(cycle) if cycle.faults else cycle
         self.plan.call.drafter.warn_of_numbers()
         return cycle

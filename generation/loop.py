@@ -50,15 +50,10 @@ class SpeculativeLoop:
         self.plan, self.target, self.session, self.verifier = plan, target, plan.session, plan.verifier
         self.results, self.empty = Results(plan, target), DraftTree.chain(plan.prompt[:, :0])
         self.processing = plan.draft_options.processing if plan.draft_options.processors else None
-        self.schedule, self.hidden_layers = plan.schedule, plan.hidden_layers
-        self.drops_finished, self.drafted, self.called = plan.may_drop_finished(), 0.0, 0.0
+        self.schedule, self.drops_finished = plan.schedule, plan.may_drop_finished()
 
     def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
-        """Decode after transformers' prefill until every sequence has ended, and with `synced_gpus` every peer's.
-
-        Returns:
-            The sequences [B, L + new], or a `GenerateSpeculativeOutput` where the config asks for a dict.
-        """
+        """Decode after transformers' prefill until all sequences have ended, and return the output of the call."""
         try:
             self._first(outputs)
             self.session.begin(outputs, self.target)
@@ -73,7 +68,7 @@ class SpeculativeLoop:
                 if self.schedule is not None and self.session is self.plan.session and self._is_steady():
                     self.schedule.update(cycle.tree.depth, accepted, ended - started, length)
                 self.results.statistics.time(started, self.drafted, self.called, ended)
-            return self._finished()
+            return self.results.finished()
         except BaseException:  # a user's cache must not end with layers that only this loop can use
             self.target.abandon()
             raise
@@ -107,15 +102,12 @@ class SpeculativeLoop:
         """Draft, where nobody has, and call the backbone on b and the draft; return also `Cycle.numbers`."""
         tree = drafted or self.session.propose(self.results.tokens, length)
         numbers = self.plan.draft_options.numbers.taken(tree.tokens.device)
-        self.drafted = time.perf_counter()
-        return tree, self._forward(tree), numbers
-
-    def _forward(self, tree: DraftTree) -> TargetOutput:
         block = torch.cat([self.results.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
-        outputs = self.target.forward(block, tree, self.hidden_layers)
+        self.drafted = time.perf_counter()
+        outputs = self.target.forward(block, tree, self.plan.hidden_layers)
         outputs.logits = outputs.logits.to(block.device, torch.float32)  # [B, m + 1, V]
         outputs.block, self.called = (block, outputs.logits), time.perf_counter()
-        return outputs
+        return tree, outputs, numbers
 
     def _verified(
         self, tree: DraftTree, outputs: TargetOutput, numbers: Tensor | None = None, is_prefill: bool = False
@@ -171,6 +163,3 @@ class SpeculativeLoop:
     def _is_steady(self) -> bool:
         """Return whether the cycle took as long as the next one of its kind will."""
         return self.target.is_steady
-
-    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
-        return self.results.finished()

@@ -38,8 +38,8 @@ class StaticLoop(GuardedLoop):
         if not _is_fixed(target):
             self.told.reasons["cycle"] = plan.unfixed or "another cache than transformers' own"
 
-    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
-        output = super()._finished()
+    def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
+        output = super().run(outputs, synced_gpus)
         if isinstance(self.target, StaticBackbone):
             self.told.buffer_bytes, self.told.buffers_made = self.target.buffer_use()
         return output
@@ -81,7 +81,7 @@ class RecordedLoop(StaticLoop):
         if plan.unrecorded is not None:
             self.told.reasons["cycle" if self.is_whole else "forward"] = plan.unrecorded
         elif target.buffers is not None:
-            shape = fingerprint(*plan.marks, self.is_whole, results.table, self.hidden_layers, *target.marks)
+            shape = fingerprint(*plan.marks, self.is_whole, results.table, plan.hidden_layers, *target.marks)
             self.recorder = Recorder(target.buffers, shape, self.plan.verifier_model.device, self.told)
 
     def _drafts(self) -> bool:
@@ -158,8 +158,8 @@ class RecordedLoop(StaticLoop):
             self.recorder = None
         return cycle
 
-    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
-        output = super()._finished()
+    def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
+        output = super().run(outputs, synced_gpus)
         if self.ahead is not None and self.told.replayed:
             self.told.replayed["cycle"] -= 1
         return output

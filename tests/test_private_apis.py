@@ -130,6 +130,7 @@ def test_a_missing_class_is_said():
     assert missing_names({"transformers.modeling_utils:NoSuchClass": {"_never_there": "nothing"}})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_private_function_takes_what_we_pass(name):
     module, _, kind = OWNERS[name].partition(":")
@@ -138,6 +139,7 @@ def test_a_private_function_takes_what_we_pass(name):
     assert found[: len(PARAMETERS[name].split())] == PARAMETERS[name].split()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("owner", "name"), OTHERS, ids=label)
 def test_a_private_attribute_exists(owner, name):
     assert hasattr(owner, name)

@@ -52,6 +52,7 @@ def saved(tmp_path_factory):
     return folders
 
 
+@pytest.mark.by_day(most=12)
 @pytest.mark.parametrize(("kind", "field", "value"), CASES)
 def test_a_value_that_cannot_be_is_named_by_file_and_field(kind, field, value, saved):
     file = saved[kind] / "config.json"

@@ -48,6 +48,7 @@ def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, 
     assert [path for path in (tmp_path / "new").rglob("*") if not path.is_dir()] == []
 
 
+@pytest.mark.by_day(most=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
     thing = made(kind)

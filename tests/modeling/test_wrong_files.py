@@ -71,6 +71,7 @@ DIRECTORIES = {
 }
 
 
+@pytest.mark.by_day(most=5)
 @pytest.mark.parametrize("kind", DIRECTORIES)
 def test_what_a_wrong_download_left_is_named(kind, tmp_path):
     write, read, file = DIRECTORIES[kind]
@@ -155,6 +156,7 @@ def test_half_a_module_is_named_as_in_the_file(is_elsewhere, kind, lost, tmp_pat
     assert ("more.safetensors" in said) == is_elsewhere
 
 
+@pytest.mark.by_day(most=3)
 @pytest.mark.parametrize("kind", ["heads", "eagle", "modules", "evabyte", "ptp", "student"])
 @pytest.mark.parametrize("wrap", ["module.", "_orig_mod."])
 def test_names_of_a_wrapped_model_are_said(wrap, kind, tmp_path):

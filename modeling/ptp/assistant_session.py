@@ -79,11 +79,10 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         """See `ParallelSession`; there is one group of slots.
 
         Raises:
-            ValueError: Options for several groups or several vectors.
+            ValueError: An option for several groups.
         """
-        for name in ("slot_budget", "best_of"):
-            if name in options.extra:
-                raise ValueError(f"{name}= is for a model that drafts for itself; leave it out with assistant_model")
+        if "slot_budget" in options.extra:
+            raise ValueError("slot_budget= is for a model that drafts for itself; leave it out with assistant_model")
         return super().prepare_call(options, config)
 
     def start(self, options: DraftOptions) -> SeparateSession:

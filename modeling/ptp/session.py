@@ -7,17 +7,8 @@ that the drafts were made from, the output is that of sequential inverse-CDF dec
 
 Slots may be masks, too (masked prediction, arXiv 2507.11851): they read no uniforms, which then only pick the drafts.
 
-Best-of-M: several vectors of uniforms are drafted from, and the most central one is chosen. Every cycle draws M fresh
-vectors for the next output positions and drafts a branch from each; the forward that verifies the branches makes the M
-drafts after each of their ends. The choice depends on the positions of a branch's uniforms in the intervals of the
-*target's* picks (`best_of`). On any prefix these are uniform and independent of the tokens, so the choice changes no
-distribution, as long as no uniform after the stop is used again; the paper's Eq. 18 has the opposite sign and measures
-against the student. Slots cost M^2 times as much.
-
 One forward reads [bonus token | drafts | groups of slots]. Group d follows the bonus token and the first d drafts, for
-the case that exactly those are accepted; it has its own slots, one uniform each. Of best-of-M every branch of drafts
-has its own groups, and in every group several vectors of uniforms share the group's first slot: that one reads the
-uniform of the target's pick.
+the case that exactly those are accepted; it has its own slots, one uniform each.
 """
 
 from __future__ import annotations
@@ -41,9 +32,8 @@ from ...generation.call.schedule import AcceptanceRates
 from ...generation.call.sequences import Sequences
 from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ...generation.tensors.masks import cached_arange, made_once, to_device
-from ...generation.tensors.sampling import interval, pick
-from ...generation.tensors.uniforms import best_of
-from ...generation.verification.verifiers import CoupledVerifier, Uniforms, distribution_of
+from ...generation.tensors.sampling import pick
+from ...generation.verification.verifiers import Uniforms
 from ..heads.window_distribution import WindowDistribution
 from .inputs import GREEDY
 
@@ -203,7 +193,6 @@ class ParallelSession(DraftSession):
         config: Of the student.
         options: Of the call; `extra["slot_budget"]` is the number of slots in every forward.
         uniforms: Of the output positions.
-        many: Vectors of uniforms to draft from.
         distribution: The distribution of a group of slots, from their states and the token before
             (`PTPForCausalLM.slot_distribution`); read where the config has a sampler head.
 
@@ -215,16 +204,17 @@ class ParallelSession(DraftSession):
     """
 
     lookahead = 1
+    many = 1
+    """Vectors of uniforms to draft from."""
 
     def __init__(
         self,
         config: PTPConfig,
         options: DraftOptions,
         uniforms: Uniforms,
-        many: int = 1,
         distribution: Callable[[Tensor, Tensor], WindowDistribution] | None = None,
     ) -> None:
-        self.many, self.distribution = many, distribution if config.has_sampler else None
+        self.distribution = distribution if config.has_sampler else None
         self.config, self.options, self.uniforms = config, options, uniforms
         self.is_one_hot = config.variant == "one_hot"
         self.num_tokens = options.num_tokens
@@ -234,12 +224,12 @@ class ParallelSession(DraftSession):
         self.warps = options.processing if warps else Processing(LogitsProcessorList())
         self.gives_probs = options.do_sample and not uniforms.stay
         self.rates = AcceptanceRates(self.num_tokens)
-        self.is_deterministic = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
-        self.some_lack_drafts = self.is_deterministic or many > 1
+        self.is_deterministic = options.do_sample and "seed" in options.extra and not uniforms.stay
+        self.some_lack_drafts = self.is_deterministic
         self.layout: SlotLayout | None = None
         self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.hidden_layers = None if self.distribution is None else -1
-        self.takes_fixed, self.is_fixed = many == 1 and (uniforms.stay or not options.do_sample), False
+        self.takes_fixed, self.is_fixed = uniforms.stay or not options.do_sample, False
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Take the view; the prefill makes no draft."""
@@ -413,86 +403,3 @@ class ParallelSession(DraftSession):
         if masks is not None:
             masks.extend(token)
         return token, probs
-
-
-class BestOfSession(ParallelSession):
-    """Reads M drafts off the slots after the chosen branch.
-
-    Attributes:
-        branches: [B, J, m] int64, the drafts to verify: M of them, or one empty one.
-        vectors: [B, J, m + 1 or more], the uniforms that pick them and the tokens after them.
-        fresh: [B, M, n], the uniforms of the next drafts.
-        chosen_branch: [B] int64.
-    """
-
-    vectors: Tensor
-    fresh: Tensor
-    chosen_branch: Tensor
-
-    def __init__(self, *args: Any, many: int) -> None:
-        super().__init__(*args, many=many)
-        self.branches: Tensor | None = None
-
-    def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return all branches, one after the other, of at most `length` tokens each."""
-        if self.branches is not None:
-            self.branches = self.branches[..., :length]
-        count, depth = (1, 0) if self.branches is None else self.branches.shape[1:]
-        auxiliary = self._auxiliary(tokens, depth, length, count if depth else 1)
-        if depth == 0:
-            return DraftTree.chain(tokens.ids[:, :0], auxiliary=auxiliary)
-        order = cached_arange(count * depth, tokens.ids.device)
-        parents = torch.where(order % depth == 0, -1, order - 1).expand(len(tokens.ids), -1)
-        return DraftTree(self.branches.flatten(1), parents, depth=depth, auxiliary=auxiliary)
-
-    def _draw(self, tokens: Sequences, count: int) -> None:
-        """Draw uniforms for the drafts of the next forward, and for its only pick if it verifies none."""
-        drawn = self.uniforms.fresh(self.many * (self.longest_group + 2)).unflatten(1, (self.many, -1))
-        self.fresh = drawn[..., 1:]
-        if self.branches is None or self.branches.shape[-1] == 0:
-            self.branches, self.vectors = None, drawn[:, :1, :1]
-
-    def _of_slots(self, layout: SlotLayout) -> Tensor:
-        """Return the target's uniform for the shared slots, and those of their vectors for the others."""
-        picks = self.vectors[:, layout.branch, layout.group]
-        own = self.fresh[:, layout.vector, (layout.index_in_group - 1).clamp(min=0)]
-        return torch.where(layout.index_in_group == 0, picks, own)
-
-    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Draft from the groups after the accepted drafts of each sequence."""
-        self.branches, layout = None, self.layout
-        if layout is None or outputs.auxiliary is None:
-            return
-        self._learn(result)
-        index, exists = layout.of_group(result.num_accepted, self.chosen_branch)
-        first = int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
-        index, exists = index[..., first:], exists[:, None, first:]
-        if index.shape[-1] > 0:
-            sequence = cached_arange(len(index), index.device)[:, None, None]
-            slots, self.vectors = outputs.auxiliary[sequence, index], self.fresh
-            self.branches, _ = self._drafts(slots, self.fresh[..., : index.shape[-1]], exists)
-
-
-class CentralVerifier(CoupledVerifier):
-    """Coupled verification of all branches of a session, of which the most central one is chosen."""
-
-    def __init__(self, drafter: BestOfSession) -> None:
-        super().__init__(drafter.uniforms)
-        self.drafter = drafter
-
-    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
-        """See `Verifier`."""
-        distribution, vectors = distribution_of(scores), self.drafter.vectors
-        self.rows = distribution[..., 0]
-        drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches
-        count, length = drafts.shape[1:]
-        columns = torch.nn.functional.pad(1 + cached_arange(count * length, scores.device).view(count, length), (1, 0))
-        probs, uniforms = distribution[:, columns], vectors[..., : length + 1]
-        picked = pick(uniforms, probs)
-        accepted = (drafts == picked[..., :-1]).long().cumprod(2).sum(2)
-        low, high = interval(picked, probs)
-        best = best_of(((uniforms - low) / (high - low))[..., :-1], accepted)
-        sequence, self.drafter.chosen_branch = cached_arange(len(best), best.device), best
-        accepted = accepted[sequence, best]
-        path = columns[best].gather(1, torch.minimum(cached_arange(length + 1, best.device), accepted[:, None]))
-        return VerificationResult(accepted, picked[sequence, best], path)

@@ -22,7 +22,7 @@ from ...configuration.cache_names import CACHE, cache_of
 from ...configuration.ptp import PTPConfig
 from ...generation.tensors.masks import additive_mask
 from ...generation.tensors.sampling import interval, pick
-from ...generation.tensors.uniforms import beta_shares, uniform_between, uniform_for
+from ...generation.tensors.uniforms import beta_shares, uniform_between
 from ...modeling.common.chunks import rows_per_chunk
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
@@ -296,7 +296,7 @@ class PackedBatch:
         mask, positions = self._layout(inputs.uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
         result = self._run(None, mask[:, :, length:], positions[:, length:], read, inputs)
-        self._crop(positions.shape[1] - length)
+        self.crop(positions.shape[1] - length)
         return result
 
     def everything(self, inputs: SlotInputs, read: Read[_T]) -> _T:
@@ -326,27 +326,6 @@ class PackedBatch:
         return outputs.read
 
     @torch.no_grad()
-    def invert(self, first: Scores, tokens: Tensor, known: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
-
-        u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
-        with one new slot for every completion at once. `first` [B, C] are the scores of the first tokens, from `read`.
-        Returns as `Completions.place`.
-        """
-
-        def placed(logits: Tensor, own: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-            return uniform_for(own, logits.double().softmax(-1), share)
-
-        uniforms, scores, count = [], first, tokens.shape[2]
-        for step in range(count):
-            uniforms.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
-            if step < count - 1:
-                scores = self._next(step, self.starts, slots=SlotInputs(uniforms[-1][0][..., None]))
-        self._crop((count - 1) * self.starts.shape[1])
-        u, valid = (torch.stack(parts, dim=-1) for parts in zip(*uniforms))
-        return u, (valid & known).long().cumprod(-1).bool()
-
-    @torch.no_grad()
     def most_likely(self, first: Scores, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
         """Return the backbone's own greedy completions [B, C, K] and their scores, token by token with the cache.
 
@@ -356,17 +335,19 @@ class PackedBatch:
         for step in range(length):
             tokens.append(scores[-1].mapped(lambda logits: (logits.argmax(-1),))[0])
             if step < length - 1:
-                scores.append(self._next(step, starts, tokens=tokens[-1]))
-        self._crop((length - 1) * starts.shape[1])
+                scores.append(self.following(step, starts, tokens=tokens[-1]))
+        self.crop((length - 1) * starts.shape[1])
         stacked = torch.stack([part.states for part in scores], dim=2)
         return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
 
-    def _next(self, step: int, starts: Tensor, slots: SlotInputs | None = None, tokens: Tensor | None = None) -> Scores:
+    def following(
+        self, step: int, starts: Tensor, slots: SlotInputs | None = None, tokens: Tensor | None = None
+    ) -> Scores:
         """Return the scores [B, C] after one more slot, or token, of C completions; it stays in the cache."""
         mask = stepwise_mask(self.sequences.documents, starts, step)
         return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, slots)
 
-    def _crop(self, count: int) -> None:
+    def crop(self, count: int) -> None:
         """Remove the last columns of the cache."""
         assert self.cache is not None
         self.cache.crop(-count)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...configuration.fields import check_values
 
-METHODS, LOSSES, SEQUENCES = ("distil", "inverse"), ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
+LOSSES, SEQUENCES = ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
 """Values of fields of `PTPOptions`."""
 
 
@@ -18,9 +18,6 @@ class PTPOptions:
     """Options of `PTPTrainer`.
 
     Args:
-        method: `"distil"`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2);
-            `"inverse"`: in those of the student's own, computed one after the other (Algorithm 3, categorical slots, no
-                teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is one-hot; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
         sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
@@ -43,7 +40,6 @@ class PTPOptions:
         1.0
     """
 
-    method: str = "distil"
     loss: str = "ce"
     sequences: str = "dataset"
     completions: int = 16
@@ -53,12 +49,9 @@ class PTPOptions:
     greedy_share: float = 0.2
 
     def __post_init__(self) -> None:
-        choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
+        choices = {"loss": LOSSES, "sequences": SEQUENCES}
         ranges = {"completions": "[1, inf)", "concentration": "(0, inf)", "gamma": "(0, 1]", "greedy_share": "[0, 1)"}
         check_values(self, choices, ranges | {"base_weight": "[0, inf)"})
-        for name, value in {"loss": "ce", "sequences": "dataset"}.items():  # Algorithm 3: from data, by likelihood
-            if self.method == "inverse" and vars(self)[name] != value:
-                raise ValueError(f"method='inverse' has {name}={value!r}, not {vars(self)[name]!r}")
 
 
 _FLOOR = 1e-6

@@ -27,7 +27,6 @@ from .forwards import (
     SlotInputs,
     Teacher,
     at_columns,
-    completion_tokens,
     draw_starts,
     student_drafts,
 )
@@ -97,11 +96,16 @@ class Task:
         return torch.stack([slots, others])
 
 
+Found = tuple[Completions, Tensor, Tensor]
+"""Completions, the uniforms [B, C, K] that pick their tokens, and which of them count."""
+
+
 class TaskMaker:
     """Makes tasks from batches, for slots that learn a teacher's distribution (`is_own`: the student's backbone)."""
 
     def __init__(self, config: PTPConfig, options: PTPOptions, teacher: Teacher, is_own: bool) -> None:
-        self.config, self.options, self.teacher, self.is_own = config, options, teacher, is_own
+        self.arguments = config, options, teacher, is_own
+        self.config, self.options, self.teacher, self.is_own = self.arguments
         self.is_one_hot = config.variant == "one_hot"
         self.length = config.num_slots + (not self.is_one_hot)
 
@@ -113,19 +117,9 @@ class TaskMaker:
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
         packed = PackedBatch(model, sequences, starts, self.is_one_hot)
-        needs_states = options.sequences == "student" or options.method == "inverse"
-        needs_states = needs_states or not self.config.reads_uniforms
-        own = packed.read() if self.is_own or reads or needs_states else None
-        shares = draws.shares(starts, self.length)
-        if options.method == "inverse" and own is not None:
-            completions, (u, reached) = _inverse(packed, sequences, own, exists, shares)
-        else:
-            chosen = self._greedy_indices(starts)
-            others = exists if chosen is None else exists.index_fill(1, chosen, False)
-            completions = self._completions(packed, own, others)
-            u, reached = completions.place(shares)
-            if chosen is not None:
-                completions, u, reached = self._with_greedy(packed, own, exists, chosen, completions, u, reached)
+        needs_states = self.is_own or options.sequences == "student" or not self.config.reads_uniforms
+        own = packed.read() if reads or needs_states else None
+        completions, u, reached = self.found(packed, own, exists, draws.shares(starts, self.length))
         # a categorical slot predicts the token after its own; a one-hot one its own, with probability 1
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
         slots = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
@@ -134,6 +128,16 @@ class TaskMaker:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
+
+    def found(self, packed: PackedBatch, own: Scores | None, exists: Tensor, shares: Tensor) -> Found:
+        """Return completions, and uniforms [B, C, K] at these shares of their intervals, with which of them count."""
+        chosen = self._greedy_indices(packed.starts)
+        others = exists if chosen is None else exists.index_fill(1, chosen, False)
+        completions = self._completions(packed, own, others)
+        u, reached = completions.place(shares)
+        if chosen is None:
+            return completions, u, reached
+        return self._with_greedy(packed, own, exists, chosen, completions, u, reached)
 
     def _completions(self, packed: PackedBatch, own: Scores | None, exists: Tensor) -> Completions:
         sequences, starts = packed.sequences, packed.starts
@@ -153,7 +157,7 @@ class TaskMaker:
         completions: Completions,
         u: Tensor,
         reached: Tensor,
-    ) -> tuple[Completions, Tensor, Tensor]:
+    ) -> Found:
         """Replace the chosen completions, [G] indices, by the most likely continuations."""
         starts = packed.starts[:, chosen]
         if self.is_own and own is not None:
@@ -175,15 +179,6 @@ class TaskMaker:
         share = self.options.greedy_share if self.config.greedy else 0.0
         chosen = [index for index in range(starts.shape[1]) if int((index + 1) * share) > int(index * share)]
         return torch.tensor(chosen, device=starts.device) if chosen else None
-
-
-def _inverse(
-    packed: PackedBatch, sequences: Sequences, own: Scores, exists: Tensor, shares: Tensor
-) -> tuple[Completions, tuple[Tensor, Tensor]]:
-    _, tokens, known, scored = completion_tokens(sequences, packed.starts, exists, shares.shape[-1])
-    placed = packed.invert(own.at(packed.starts - 1), tokens, known, shares)
-    nowhere = torch.zeros_like(shares)
-    return Completions(packed.starts, tokens, known, scored, nowhere, nowhere), placed
 
 
 class SlotReader:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ...configuration.ptp import SAMPLING
 from ...generation.tensors.shared_models import check_whole, shard
 from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
@@ -178,6 +177,8 @@ class PTPTrainer(UpdateTrainer):
         >>> PTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 
+    counts_correct = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -241,11 +242,10 @@ class PTPTrainer(UpdateTrainer):
         return task.counts(self.options.gamma, next_tokens(task.sequences) if self.options.base_weight else None)
 
     def _note(self, task: Task, sums: Tensor, counts: Tensor, hits: Tensor, is_training: bool) -> None:
-        """Add sums and counts of a batch to the running means; inverted uniforms are right by construction."""
+        """Add sums and counts of a batch to the running means."""
         correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
         is_greedy = task.uniforms[..., 0] < 0
-        distils = self.options.method == "distil"
-        groups = [whole & ~is_greedy & distils, whole & is_greedy]
+        groups = [whole & ~is_greedy & self.counts_correct, whole & is_greedy]
         right = torch.stack([(correct * group).sum() for group in groups])
         sums = torch.cat([right.double(), sums.detach().double()])
         self._means[is_training].add(sums, torch.cat([torch.stack([g.sum() for g in groups]).double(), counts]))
@@ -280,17 +280,9 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None, s
             "shard_backbone=True is for a frozen backbone: call train_only('drafter'), or launch with FSDP2 "
             "(examples/accelerate/fsdp2.yaml)"
         )
-    variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
         raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")
-    if options.method == "inverse":
-        if variant != "categorical" or not model.config.informative:
-            raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")
-        if teacher is not None:
-            raise ValueError("teacher= is not read with method='inverse', which has no teacher; leave it out")
-        if model.config.sampling != SAMPLING:
-            raise ValueError(f"sampling={model.config.sampling}: method='inverse' learns the data's own, {SAMPLING}")
-    elif teacher is None and model.trains_backbone and options.base_weight == 0:
+    if teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError("base_weight=0: the backbone would teach itself; use train_only('drafter') or teacher=")
     if options.base_weight and not model.trains_backbone:
         raise ValueError(f"base_weight={options.base_weight} needs a backbone that is trained; call train_only('all')")

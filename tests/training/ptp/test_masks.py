@@ -124,6 +124,4 @@ def test_masks_learn_a_chain_whose_next_token_is_known(tmp_path):
 def test_what_masks_cannot_learn_from(tmp_path):
     with pytest.raises(ValueError, match="sequences='student'"):
         trainer(student("mask"), tmp_path, sequences="student")
-    with pytest.raises(ValueError, match="variant='categorical'.*'mask'"):
-        trainer(student("mask"), tmp_path, method="inverse")
     assert PTPOptions().greedy_share and not student("mask").config.greedy

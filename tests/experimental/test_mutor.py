@@ -13,13 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Train
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids
 from tests.training.conftest import small_model
 from tokenahead import PTPForCausalLM
+from tokenahead.experimental.mutor import REGISTER, MuToROptions, MuToRTrainer, RegisterModel, Registers
 from tokenahead.modeling.ptp.inputs import packed_mask, packed_positions
-from tokenahead.modeling.ptp.registers import REGISTER, RegisterModel
-from tokenahead.training import MuToROptions, MuToRTrainer
 from tokenahead.training.ptp.forwards import Sequences
-from tokenahead.training.ptp.mutor import Registers
 
-LAYOUTS = Path(__file__).parents[2] / "data" / "ptp" / "mutor_layout.json"
+LAYOUTS = Path(__file__).parents[1] / "data" / "ptp" / "mutor_layout.json"
 
 
 def registers(rows, offsets, **columns) -> Registers:

@@ -27,17 +27,15 @@ class PTPConfig(PreTrainedConfig):
     """Configuration of `PTPForCausalLM`.
 
     Args:
-        backbone_config: Configuration of the causal language model.
-        variant: `"one_hot"`, `"categorical"` or `"mask"` (Samragh et al. 2025, arXiv 2507.11851): slots read learned
-            mask tokens and no uniforms, so that the fields of uniforms (`features` to `greedy`) are idle.
-        features: Features of a uniform (`uniform_features`).
-        feature_dim: How many; None takes `FEATURE_DIMS`.
-        projection: `"linear"` or `"mlp"`, from features to an embedding.
-        projection_bias: Whether a linear projection has a bias.
-        informative: False hides the uniforms from the slots, which all read 1/2: independent prediction, the baseline
-            without parallel sampling.
-        greedy: Slots have an embedding that requests the most likely token, with which greedy decoding drafts.
-            Without it they read the median (u = 1/2), which is often another token.
+        backbone_config: Configuration of the causal language model. variant: `"one_hot"`, `"categorical"` or `"mask"`
+        (Samragh et al. 2025, arXiv 2507.11851): slots read learned mask
+            tokens and no uniforms, so that the fields of uniforms (`features` to `greedy`) are idle.
+        features: Features of a uniform (`uniform_features`). feature_dim: How many; None takes `FEATURE_DIMS`.
+        projection: `"linear"` or `"mlp"`, from features to an embedding. projection_bias: Whether a linear projection
+        has a bias. informative: False hides the uniforms from the slots, which all read 1/2: the baseline of
+        independent prediction. greedy: Slots have an embedding that requests the most likely token, with which greedy
+        decoding drafts. Without it
+            they read the median (u = 1/2), which is often another token.
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.
@@ -45,9 +43,6 @@ class PTPConfig(PreTrainedConfig):
         sampler: Of `"mask"`: `"mlp"`, which conditions a slot on the token drafted before it, or `"none"`.
         lcm_weight: Of `"mask"`: weight of latent consistency matching in training.
         source_fingerprint: Of the backbone as `from_backbone` found it, whose name an exported student bears.
-
-    Raises:
-        StrictDataclassError: A value out of range.
     """
 
     model_type = "ptp"
@@ -84,7 +79,6 @@ class PTPConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Refuse contradictory values; the message names the field and what would be right."""
         choices = {"variant": VARIANTS, "features": FEATURE_DIMS, "projection": PROJECTIONS, "sampler": SAMPLERS}
         check_values(self, choices, dict.fromkeys(("num_slots", "lora_rank", "feature_dim"), "[1, inf)"))
         if self.features in ("bits", "scalar", "interpolate") and self.feature_dim != FEATURE_DIMS[self.features]:

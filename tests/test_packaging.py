@@ -15,7 +15,9 @@ FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")
 
 def folders_with_code() -> set[str]:
     inits = (path for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py"))
-    return {"tokenahead", "tokenahead.experimental"} | {".".join(("tokenahead", *path.parent.relative_to(ROOT).parts)) for path in inits}
+    return {"tokenahead", "tokenahead.experimental"} | {
+        ".".join(("tokenahead", *path.parent.relative_to(ROOT).parts)) for path in inits
+    }
 
 
 def test_setup_cfg_names_every_package():

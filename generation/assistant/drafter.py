@@ -25,7 +25,6 @@ from .state_readers import Gemma4Chain, check_lender
 from .translation import CommonSession, TextSession, Tokenizers, Translation
 
 _TOKENIZERS = "tokenizer", "assistant_tokenizer"
-_WAYS = "vocabulary", "text"
 
 
 class AssistantDrafter(AttachableDrafter):
@@ -63,15 +62,12 @@ class AssistantDrafter(AttachableDrafter):
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         translate: str | None = None,
     ) -> None:
-        if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 1):
-            raise ValueError(f"num_tokens={num_tokens!r} must be a whole number of at least 1, or None")
+        if num_tokens is not None and num_tokens < 1:
+            raise ValueError(f"num_tokens={num_tokens!r} must be at least 1, or None")
         if isinstance(model, AttachableDrafter) or not (isinstance(model, nn.Module) and hasattr(model, "config")):
             raise TypeError(f"model is a {type(model).__name__}: AssistantDrafter takes a model of transformers")
-        if translate not in (None, *_WAYS):
-            raise ValueError(f"translate={translate!r} must be {' or '.join(map(repr, _WAYS))}, or None")
-        if (tokenizer is None) != (assistant_tokenizer is None):
-            missing = _TOKENIZERS[tokenizer is not None]
-            raise ValueError(f"{missing}=None: translation needs tokenizer= and assistant_tokenizer=")
+        if translate not in (None, "vocabulary", "text"):
+            raise ValueError(f"translate={translate!r} must be 'vocabulary' or 'text', or None")
         if has_learned_prompts(model):
             raise ValueError(f"model is a {type(model).__name__} with learned prompts: pass the model within")
         self.saved, model = uncompiled(model), unwrap(model)
@@ -94,16 +90,11 @@ class AssistantDrafter(AttachableDrafter):
         translate: str | None = None,
         **kwargs: Any,
     ) -> AssistantDrafter:
-        """Loads a drafting model, not attached yet.
+        """Load a drafting model, not attached yet; see the class for all arguments but these.
 
         Args:
             folder: A directory or a repository of the Hub: of a model, of adapters of one, or of an assistant of Gemma
                 4, which `AutoModelForCausalLM` of transformers 5.23.0 cannot build.
-            num_tokens: Tokens to draft.
-            vocab_size: See the class.
-            tokenizer: See the class.
-            assistant_tokenizer: See the class.
-            translate: See the class.
             **kwargs: Of transformers' `from_pretrained`: `dtype`, `device_map`, `revision`, ...
         """
         texts = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer, "translate": translate}
@@ -113,12 +104,7 @@ class AssistantDrafter(AttachableDrafter):
     def from_backbone(cls, backbone: PreTrainedModel, layers: int = 2, num_tokens: int = 5) -> AssistantDrafter:
         """Return an attached assistant of copies of the backbone's first layers and norms; tuning makes it a good one.
 
-        Embeddings and head share the backbone's memory, and are frozen.
-
-        Args:
-            backbone: A plain causal language model of transformers.
-            layers: How many layers the assistant has.
-            num_tokens: Tokens to draft.
+        Embeddings and head are copies, too, and frozen.
 
         Raises:
             ValueError: As many layers as the backbone has or more, or a backbone that cannot be cut.
@@ -126,8 +112,7 @@ class AssistantDrafter(AttachableDrafter):
         return cls(first_layers(backbone, layers), num_tokens).attach(unwrap(backbone))
 
     def save_pretrained(self, folder: str | PathLike, **kwargs: Any) -> None:
-        """Save the drafting model, an ordinary one of transformers, or a PeftModel's adapters; arguments as for its
-        `save_pretrained`."""
+        """Save the drafting model, or a PeftModel's adapters; arguments as for its `save_pretrained`."""
         if kwargs.get("push_to_hub"):  # its name would be that of the temporary directory
             kwargs.setdefault("repo_id", Path(folder).absolute().name)
         spread = kwargs.get("distributed_checkpoint", False)
@@ -135,36 +120,28 @@ class AssistantDrafter(AttachableDrafter):
             self.saved.save_pretrained(directory, **kwargs)
 
     def matches(self, model: Any) -> bool:
-        """Return whether this is the drafting model itself, or what it was passed in."""
         return model is self.model or uncompiled(model) is self.saved
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return the drafting model."""
         return {"model": self.model}
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The backbone's: its vocabulary and special ids are the drafter's."""
         return self.backbone.config
 
     @property
     def label(self) -> str:
-        """See `BaseDrafter`."""
         return f"{type(self).__name__} of {type(self.model).__name__}"
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse another vocabulary, assistants whose cache cannot be rolled back, and states that do not fit.
-
-        Raises:
-            ValueError: The two do not fit.
-        """
+        """Refuse another vocabulary, caches that cannot be rolled back, and states that do not fit."""
         self.vocabulary = self.translation = None
         if not borrows_states(self.model.config):
             check_model(self.model, "choose another assistant")
         if has_own_cache(self.model):
             name = type(self.model).__name__
             raise ValueError(f"the assistant {name} has its own kind of cache; choose one on transformers' caches")
-        if self.tokenizers[0] is not None:
+        if self.tokenizers != (None, None):
             self._translation(self.tokenizers, backbone)
         if self.translation is None:
             self.vocabulary = shared_vocabulary(self.model, backbone, self.vocab_size)
@@ -177,52 +154,35 @@ class AssistantDrafter(AttachableDrafter):
             raise ValueError(f"the assistant {name} keeps a recurrent state; choose one with attention in every layer")
 
     def longest_draft(self) -> int | None:
-        """Return None, any number."""
         return None
 
     def default_draft(self) -> int:
-        """Return `num_tokens`."""
         return self.num_tokens
 
     def assistant_config(self) -> GenerationConfig | None:
-        """Return the drafting model's."""
         return self.model.generation_config
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """See `BaseDrafter`; a call may name both tokenizers.
-
-        Raises:
-            ValueError: Drafts that cannot be translated.
-            TypeError: A tokenizer is missing.
-        """
         named = {name: options.extra[name] for name in _TOKENIZERS if name in options.extra}
         rest = {name: value for name, value in options.extra.items() if name not in named}
         prepared = super().prepare_call(replace(options, extra=rest), config)
         if named:
-            self._translation((named[_TOKENIZERS[0]], named[_TOKENIZERS[1]]), self.backbone)
+            self._translation((named.get(_TOKENIZERS[0]), named.get(_TOKENIZERS[1])), self.backbone)
         return replace(prepared, extra=prepared.extra | named)
 
     def start(self, options: DraftOptions) -> DraftSession:
-        """Return the session of one call."""
         named = options.extra.get(_TOKENIZERS[0]), options.extra.get(_TOKENIZERS[1])
         tokenizers = self.tokenizers if named[1] is None else named
-        if tokenizers[1] is not None:
+        if tokenizers != (None, None):
             translation = self._translation(tokenizers, options.backbone)
-            is_common = self.translate == "vocabulary"
-            if self.translate is None:
-                is_common = options.do_sample and len(translation.ids) > 0
+            is_common = self.translate == "vocabulary" or (self.translate is None and options.do_sample)
+            is_common = is_common and len(translation.ids) > 0
             return (CommonSession if is_common else TextSession)(self.model, options, translation)
         chain = Gemma4Chain if borrows_states(self.model.config) else AssistantSession
         return chain(self.model, options, self.shared_with(options.backbone))
 
     def _translation(self, tokenizers: Tokenizers, backbone: PreTrainedModel) -> Translation:
-        """Return the translation between two tokenizers, made once for several calls.
-
-        Raises:
-            ValueError: The model reads what the backbone reads, its attention takes no dense masks, or
-                `translate="vocabulary"` and the two vocabularies have nothing in common.
-            TypeError: A tokenizer is missing.
-        """
+        """Return the translation between two tokenizers, made once for several calls."""
         known, name = self.translation, type(self.model).__name__
         if known is not None and all(one is other for one, other in zip(known.tokenizers, tokenizers)):
             return known
@@ -231,12 +191,8 @@ class AssistantDrafter(AttachableDrafter):
             raise ValueError(f"assistant_tokenizer=: {other} is for an assistant with the backbone's own tokenizer")
         check_attention(self.model.config, "assistants with another tokenizer")
         sizes = (model.config.get_text_config().vocab_size for model in (backbone, self.model))
-        translation = Translation(*tokenizers, *sizes)
-        if self.translate == "vocabulary" and not len(translation.ids):
-            raise ValueError("translate='vocabulary': the two tokenizers have no token in common; choose 'text'")
-        self.translation = translation
-        return translation
+        self.translation = Translation(tokenizers, *sizes)
+        return self.translation
 
     def shared_with(self, backbone: PreTrainedModel) -> SharedVocabulary:
-        """Return the ids that both models have."""
         return self.vocabulary or shared_vocabulary(self.model, backbone, self.vocab_size)

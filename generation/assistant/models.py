@@ -26,13 +26,7 @@ from ..tensors.wrapped_models import carries_adapters, has_own_cache, untyped, u
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """Return a model of the same class whose decoder has the first layers of another one.
-
-    All are copies, for the model may learn on. Embeddings and head are frozen.
-
-    Args:
-        model: A causal language model of transformers.
-        layers: How many.
+    """Return a model of the same class with copies of the first layers of another one; embeddings and head are frozen.
 
     Raises:
         ValueError: Not fewer layers than the model has, or a model that cannot be cut.
@@ -40,8 +34,8 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     model = unwrap(model)
     config, kind = deepcopy(model.config), type(model).__name__
     whole = config.get_text_config().num_hidden_layers
-    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < whole:
-        raise ValueError(f"layers={layers!r} must be a whole number from 1 to {whole - 1}: {kind} has {whole} layers")
+    if not 1 <= layers < whole:
+        raise ValueError(f"layers={layers!r} must be from 1 to {whole - 1}: {kind} has {whole} layers")
     linear = isinstance(model.get_output_embeddings(), nn.Linear)
     if config.get_text_config() is not config or has_own_cache(model) or carries_adapters(model) or not linear:
         raise ValueError(f"{kind} cannot be cut to layers={layers}: pass a plain language model, without adapters")
@@ -55,8 +49,6 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     untyped(small).to(model.dtype)
     known = small.state_dict()
     copied = {name: tensor for name, tensor in model.state_dict().items() if name in known}
-    if missing := [name for name in known if name not in copied]:
-        raise ValueError(f"{kind} cannot be cut to {layers} layers: it has no {missing[0]}")
     small.load_state_dict(copied)
     for table in (small.get_input_embeddings(), small.get_output_embeddings()):
         cast(nn.Module, table).requires_grad_(False)
@@ -72,7 +64,6 @@ class _Reusing:
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
-        """How each layer shares keys and values, as in transformers."""
         if self.num_kv_shared_layers == self.num_hidden_layers:
             return ["reuse"] * self.num_hidden_layers
         return untyped(super()).kv_sharing_modes
@@ -108,13 +99,13 @@ def refuse_blocks(config: PreTrainedConfig, what: str) -> None:
 
 
 def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
-    """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4, or adapters of one."""
+    """Load a model that drafts, or adapters of one."""
     hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
     check_index(name, kwargs.get("variant"), **hub)
     if "config" not in kwargs:
-        adapters = find_adapter_config_file(str(name), **hub)
-        is_bare = adapters is not None and not (Path(adapters).parent / "config.json").is_file()
-        source = json.loads(Path(adapters).read_text())["base_model_name_or_path"] if adapters and is_bare else name
+        adapters, source = find_adapter_config_file(str(name), **hub), name
+        if adapters is not None and not (Path(adapters).parent / "config.json").is_file():
+            source = json.loads(Path(adapters).read_text())["base_model_name_or_path"]
         hub |= {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
         kwargs["config"] = AutoConfig.from_pretrained(source, **hub)
     kwargs["config"] = buildable(kwargs["config"])

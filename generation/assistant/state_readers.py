@@ -41,16 +41,11 @@ def lending_layers(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
-    """Refuse a backbone whose states the assistant cannot read.
-
-    Raises:
-        ValueError: Another family, another width, or keys and values of another shape.
-    """
+    """Refuse a backbone of another family, another width, or with keys and values of another shape."""
     name, theirs = type(assistant).__name__, backbone.config.get_text_config()
     if not theirs.model_type.startswith("gemma4"):
         raise ValueError(f"{name} needs a Gemma 4 backbone, not model_type={theirs.model_type!r}")
-    if assistant.config.backbone_hidden_size != theirs.hidden_size:
-        own, other = assistant.config.backbone_hidden_size, theirs.hidden_size
+    if (own := assistant.config.backbone_hidden_size) != (other := theirs.hidden_size):
         raise ValueError(f"backbone_hidden_size={own} of {name}, but {type(backbone).__name__} has hidden_size={other}")
     own, lenders = assistant.config.get_text_config(), lending_layers(theirs)
     for layer, kind in enumerate(own.layer_types):
@@ -60,7 +55,6 @@ def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
 
 
 def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
-    """Return how many heads of keys a layer has, and their width."""
     of_layer = config.per_layer_config[layer]
     return of_layer.num_key_value_heads, of_layer.head_dim
 
@@ -77,7 +71,6 @@ class Gemma4Chain(DraftSession):
         self.layers = lending_layers(options.backbone.config.get_text_config())
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Take the state before the first new token, [B, 1, D], and the cache, which it only reads."""
         self.view, self.cache = view, cache_of(outputs)
         self.state = outputs.hidden_states[-1][:, -1:]  # [B, 1, D]
 
@@ -100,10 +93,7 @@ class Gemma4Chain(DraftSession):
         return grow_chain(step, self.options, length)
 
     def _lent(self) -> Kwargs:
-        """Return the backbone's keys and values, their masks, and the position, which all steps of a draft read.
-
-        A window holds the last W - 1 verified tokens, for every kind of cache.
-        """
+        """Return what all steps of a draft read; a window holds the last W - 1 verified tokens, for any cache."""
         own, device = self.model.config.get_text_config(), self.model.device
         states, masks = {}, {}
         for kind in set(own.layer_types):

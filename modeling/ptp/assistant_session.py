@@ -50,25 +50,20 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 
     @property
     def config(self) -> PTPConfig:
-        """The drafting model's."""
         return cast(PTPConfig, self.model.config)
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
-        """Return the drafting model's."""
         return untyped(self.model).slot_distribution(states, before)
 
     @property
     def window(self) -> int:
-        """The longest draft and one: a slot drafts a token each; where slots give distributions, the last token drafts,
-        too."""
+        """The longest draft and one: a slot drafts a token each, and the last token where slots give distributions."""
         return self.config.num_slots + 1 + (not self.config.predicts_first)
 
     def longest_draft(self) -> int:
-        """Return window - 1."""
         return self.window - 1
 
     def default_draft(self) -> int:
-        """Return the longest draft."""
         return self.longest_draft()
 
     def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
@@ -76,26 +71,21 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         return {}
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """See `ParallelSession`; there is one group of slots.
-
-        Raises:
-            ValueError: An option for several groups.
-        """
+        """See `ParallelDrafter`; there is one group of slots."""
         if "slot_budget" in options.extra:
             raise ValueError("slot_budget= is for a model that drafts for itself; leave it out with assistant_model")
         return super().prepare_call(options, config)
 
     def start(self, options: DraftOptions) -> SeparateSession:
-        """Return the session of one call."""
         self.warn_of_mismatch(options)
         return SeparateSession(self.model, options, make_uniforms(options), self.shared_with(options.backbone))
 
 
 class SeparateSession(ParallelSession):
-    """The drafts of one call; see `ParallelAssistant`.
+    """The drafts of one call of `ParallelAssistant`.
 
-    The drafting model has its own cache, of accepted tokens: slots do not count. Sequences with different numbers
-    of new tokens are read alike: those with fewer read some tokens again.
+    The drafting model has its own cache, of accepted tokens: slots do not count. Sequences with different numbers of
+    new tokens are read alike: those with fewer read some tokens again.
     """
 
     lookahead = 0
@@ -139,12 +129,7 @@ class SeparateSession(ParallelSession):
     def _chosen(
         self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and distributions of a draft, from the last token's logits [B, v] and those or states of the
-        slots.
-
-        Where slots give distributions, the model's own drafts the first token, and there is a slot less than `drawn`
-        [B, length].
-        """
+        """Return tokens and distributions of a draft, whose first token has logits [B, v]."""
         exists = torch.ones_like(drawn, dtype=torch.bool)  # [B, length]
         if self.is_one_hot:
             return self._drafts(slots, drawn, exists, masks=masks)
@@ -160,12 +145,10 @@ class SeparateSession(ParallelSession):
     def _pick(
         self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `ParallelSession`; over the ids of the model that verifies."""
         return super()._pick(self.vocabulary.fitted(probs), uniforms, masks, warps)
 
     def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Read new tokens, and slots after them; return logits [B, v] of the last token, and logits or states of the
-        slots."""
+        """Read new tokens and slots; return logits [B, v] of the last token, and logits or states of the slots."""
         model, layout = self.chain.model, cast(RaggedBackbone, self.chain.target).layout
         count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
         layout.block_offset = 2 - count  # the prompt was read up to its last token
@@ -190,7 +173,6 @@ class SeparateSession(ParallelSession):
         return outputs.logits[:, 0], of_slots  # [B, v]
 
     def _slot_inputs(self, drawn: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """Return the inputs of slots [B, A], on a device."""
         if not self.config.reads_uniforms:
             return {"masks": cached_arange(drawn.shape[1], device)[None]}
         return {"uniforms": self.slot_uniforms(drawn).to(device)}

@@ -18,12 +18,10 @@ class GatedLinear(PackedMixin, Linear):
     """W x everywhere, and s B (A x) added at auxiliary positions."""
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Make the adapter, once."""
         if self.lora_A:
             raise ValueError("PTPForCausalLM has gated adapters and takes no others: merge them before from_backbone")
         if isinstance(layer := self.base_layer, nn.Linear):  # peft counts the features of this process

@@ -26,19 +26,16 @@ Products = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Gate:
-    """Which positions of one forward are auxiliary: those from `start` on.
-
-    Attributes:
-        start: Number of ordinary tokens before them.
-        length: Number of all positions, to find them where a layer has all sequences on one axis.
-        model: The model that opened it; adapters that are hooks of another model's layers obey theirs alone.
-        shared: Last products of adapters that read the same input: that input, their owner, the products.
-    """
+    """Which positions of one forward are auxiliary."""
 
     start: int
+    """Number of ordinary tokens before them."""
     length: int
+    """Number of all positions, to find them where a layer has all sequences on one axis."""
     model: object = None
+    """The model that opened it; adapters that are hooks of another model's layers obey theirs alone."""
     shared: tuple[Tensor, SharedInputAdapters, Products] | None = None
+    """Last products of adapters that read the same input: that input, their owner, the products."""
 
     def products(self, x: Tensor, owner: SharedInputAdapters) -> Products | None:
         """Return the products that `owner` computed of x, if they were the last; None otherwise."""
@@ -113,7 +110,6 @@ class SharedInputAdapters:
         self._packed: tuple[tuple, list[Tensor], Tensor, list[Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave packed weights out of copies and pickles."""
         return {"layers": self.layers, "_packed": None}
 
     def add(self, layer: Any, gate: Gate, x: Tensor, result: Tensor) -> bool:
@@ -143,8 +139,8 @@ class SharedInputAdapters:
     def packed(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]] | None:
         """Return the factors of decoding: the A's of all [n r, in], and each s B, transposed: [r, out].
 
-        Cached until a weight changes; call `forget` where the version does not change (weights set through `.data`).
-        None where weights are offloaded, or have no version.
+        Cached until a weight changes; `forget` where its version does not (weights set through `.data`). None where
+        weights are offloaded, or have no version.
         """
         halves = self.halves
         if any(half.is_meta or half.is_inference() for half in halves):
@@ -160,12 +156,10 @@ class SharedInputAdapters:
         return down, ups
 
     def forget(self) -> None:
-        """Pack again in the next call."""
         self._packed = None
 
     @property
     def halves(self) -> list[Tensor]:
-        """All A's and B's."""
         kinds = [kind for layer in self.layers for kind in (layer.lora_A, layer.lora_B)]
         return [kind[ADAPTER].weight for kind in kinds]
 
@@ -177,18 +171,12 @@ def _share(layer: Any, weight: Tensor, of_inputs: bool) -> Tensor:
 
 
 class PackedMixin(nn.Module):
-    """A layer's adapter, whose packed weights are made again where it is moved, cast or set to another mode.
-
-    Attributes:
-        siblings: The adapters that read the same input, this one among them.
-        division: Of the layer, among processes; None: each has the whole layer.
-    """
+    """A layer's adapter, whose packed weights are made again where it is moved, cast or set to another mode."""
 
     siblings: SharedInputAdapters | None = None
     division: LayerDivision | None = None
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode, as of any module."""
         self._forget()
         return super().train(mode)
 
@@ -208,7 +196,6 @@ def join_siblings(model: nn.Module) -> None:
 
 
 def _join(parent: nn.Module) -> None:
-    """Give the adapters of one module their `SharedInputAdapters`."""
     layers: Kwargs = {name: layer for name, layer in parent.named_children() if isinstance(layer, PackedMixin)}
     groups: list[list[Any]] = []
     for names in _TOGETHER:

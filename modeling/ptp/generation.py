@@ -62,19 +62,13 @@ class ParallelDrafter(BaseDrafter):
         return DrafterFacts("uniforms", window, rows, (paper,))
 
     def sampling_defaults(self, sources: Sources) -> Kwargs:
-        """Return the temperature, top-k and top-p that the drafts were learned for, where a call samples and sets
-        none."""
+        """Return what drafts were learned for, where a call samples and sets no temperature, top-k or top-p."""
         learned = self.config.sampling or {}
         is_set = any(first_set(name, sources) is not None for name in learned)
         return {} if is_set or not first_set("do_sample", sources) else dict(learned)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate the options of parallel token prediction, and choose the rule.
-
-        Raises:
-            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or with a seed; a seed or
-                uniforms where beams are searched; no slots; an option of another kind of drafter.
-        """
+        """Validate the options of parallel token prediction, and choose the rule."""
         extra = dict(options.extra)
         if extra.get("uniforms") is not None:
             extra["uniforms"] = torch.as_tensor(extra["uniforms"])
@@ -88,12 +82,10 @@ class ParallelDrafter(BaseDrafter):
         return replace(options, extra=extra, needs_our_loop=has_source)
 
     def start(self, options: DraftOptions) -> ParallelSession:
-        """Return a session with slots after every possible number of accepted drafts."""
         self.warn_of_mismatch(options)
         return ParallelSession(self.config, options, make_uniforms(options), self.slot_distribution)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return a greedy verifier, a coupled one, or one of a speculative rule with its own uniforms."""
         if not options.do_sample:
             return GreedyVerifier(options.may_exclude_all)
         uniforms = cast(ParallelSession, session).uniforms
@@ -114,11 +106,7 @@ class ParallelDrafter(BaseDrafter):
 
 
 def make_uniforms(options: DraftOptions, may_stay: bool = True) -> Uniforms:
-    """Return the uniforms of a call: fixed by position where draft and target pick with the same ones.
-
-    Raises:
-        ValueError: Uniforms of another shape than [B, max_new_tokens], another number of seeds than of sequences.
-    """
+    """Return the uniforms of a call: fixed by position where draft and target pick with the same ones."""
     prompt, extra = options.prompt, options.extra
     is_coupled = options.do_sample and options.verification == "coupled"
     stay = (is_coupled and may_stay) or not options.drafts  # without drafts nothing is rejected
@@ -150,11 +138,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call transformers' `generate`, with the options above.
-
-        Raises:
-            RuntimeError: transformers' own loop calls it for an assistant: this model was not attached.
-        """
+        """Call transformers' `generate`, with the options above."""
         if getattr(kwargs.get("generation_config"), "is_assistant", None):
             raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
         return super().generate(*args, **kwargs)

@@ -66,21 +66,16 @@ class SlotLayout:
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device, branches: int = 1, vectors: int = 1) -> SlotLayout:
-        """Return the layout of groups of these sizes."""
         return _layout(tuple(sizes), torch.device(device), branches, vectors)
 
     def of_group(self, chosen: Tensor, branch: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-        """Return the slots after `chosen[b]` drafts of a branch (one, or one per sequence): [B, vectors, longest].
-
-        And which of them exist, [B, longest].
-        """
+        """Return the slots [B, vectors, longest] after `chosen[b]` drafts, and which exist, [B, longest]."""
         steps = cached_arange(max(self.sizes), self.group.device)
         return self.index[branch, chosen], steps < self.counts[chosen][:, None]
 
 
 @made_once
 def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors: int) -> SlotLayout:
-    """See `SlotLayout.of`; lengths repeat from cycle to cycle."""
     grid = torch.cartesian_prod(*map(torch.arange, (branches, len(sizes), vectors, max(sizes))))  # [N, 4]
     _, group, vector, step = grid.unbind(1)
     exists = (step < torch.tensor(sizes)[group]) & ((step > 0) | (vector == 0))  # slot 0 once for all vectors
@@ -111,17 +106,11 @@ def split_budget(
 ) -> list[int]:
     """Return slots per group 0..m that maximise sum_d A_d H(B_d) under sum_d B_d <= budget; the list is cached.
 
-    A_d is the probability that d of the m drafts are accepted, H(k) = S_1 + ... + S_k the expected accepted tokens of a
-    draft of k, with S_j the probability of accepting j. Where a group's first slot repeats the target's pick
-    (one-hot), it drafts nothing, and a group of k slots is worth H(k - 1). All groups share H, which is concave: if k
-    groups are opened, they are those of the k greatest A_d, and the rest goes slot by slot to where it gains most.
-
-    Args:
-        budget: Slots in all.
-        drafted: m.
-        longest: Most slots per group.
-        survival: S_1, S_2, ...; the last one applies to all after it.
-        repeats_pick: Whether a group's first slot drafts nothing.
+    A_d is the probability that d of the m drafts (`drafted`) are accepted, H(k) = S_1 + ... + S_k the expected accepted
+    tokens of a draft of k, with `survival` S_j the probability of accepting j (the last one applies to all after it).
+    Where a group's first slot repeats the target's pick (one-hot), it drafts nothing, and a group of k slots is worth
+    H(k - 1). All groups share H, which is concave: if k groups are opened, they are those of the k greatest A_d, and
+    the rest goes slot by slot to where it gains most; a group has at most `longest`.
     """
     reach = [1.0, *(survival[min(d, len(survival) - 1)] for d in range(drafted)), 0.0]
     ends = [reach[d] - reach[d + 1] for d in range(drafted + 1)]
@@ -170,10 +159,7 @@ class AuxiliaryPositions:
     most: int = 0
 
     def filled(self, count: int, width: int) -> AuxiliaryPositions:
-        """Return the same after a block of `count` tokens that is filled up to `width`, and filled up to `most` slots.
-
-        Positions that are filled in see themselves alone, and nobody sees them.
-        """
+        """Return the same after a block of `count` tokens filled up to `width`, with `most` slots; nobody sees more."""
         slots = len(self.positions) - count
         index = cached_arange(width + self.most, self.positions.device)
         index = torch.cat([index[:count], index[width : width + slots]])
@@ -189,18 +175,16 @@ class AuxiliaryPositions:
 class ParallelSession(DraftSession):
     """Reads the next drafts off the auxiliary slots of the forward that verified the last ones.
 
+    A run with a seed `is_deterministic` where drafts are verified by their length, which neither the length limit nor
+    other sequences may change. Where shapes are fixed (`is_fixed`), slots are split by the acceptance that is expected
+    at first, and a draft is made in every cycle, whoever has slots for one.
+
     Args:
         config: Of the student.
         options: Of the call; `extra["slot_budget"]` is the number of slots in every forward.
         uniforms: Of the output positions.
         distribution: The distribution of a group of slots, from their states and the token before
             (`PTPForCausalLM.slot_distribution`); read where the config has a sampler head.
-
-    Attributes:
-        is_deterministic: Whether the output of a sequence depends on its own seed and prompt alone: the rule verifies
-            drafts by their length, so that neither the length limit nor other sequences may change it.
-        is_fixed: Whether shapes are fixed: then slots are split by the acceptance that is expected at first, and a
-            draft is made in every cycle, whoever has slots for one.
     """
 
     lookahead = 1
@@ -232,13 +216,11 @@ class ParallelSession(DraftSession):
         self.takes_fixed, self.is_fixed = uniforms.stay or not options.do_sample, False
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Take the view; the prefill makes no draft."""
         self.view, self.is_fixed = view, view.is_fixed
         self.some_lack_drafts |= view.is_fixed
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return at most `length` of the drafts read last, and slots for as many next ones; none where 0 is
-        requested."""
+        """Return at most `length` of the drafts read last, and slots for as many next ones."""
         draft, q = tokens.ids[:, :0], None
         if self.pending is not None and length:
             slots, uniforms, exists, before = self.pending
@@ -249,7 +231,6 @@ class ParallelSession(DraftSession):
         return tree
 
     def _masks(self, tokens: Sequences) -> DraftMasks | None:
-        """Return the tokens that drafts may hold under the call's constraints."""
         return self.options.masks(tokens, self.options.do_sample and self.warps is self.options.processing)
 
     def _auxiliary(self, tokens: Sequences, drafted: int, length: int, branches: int = 1) -> AuxiliaryPositions | None:
@@ -271,7 +252,6 @@ class ParallelSession(DraftSession):
         return AuxiliaryPositions(inputs, positions, layout.new, None if table is None else table - 1, self._most())
 
     def _most(self) -> int:
-        """Return the most slots of a forward."""
         budget, groups = self.options.extra["slot_budget"], self.longest_group * (self.num_tokens + 1)
         return self.many**2 * (groups if isinstance(budget, str) else min(budget, groups))
 
@@ -290,7 +270,6 @@ class ParallelSession(DraftSession):
         return split_budget(budget, drafted, longest, survival, self.is_one_hot)
 
     def _inputs(self, layout: SlotLayout) -> dict[str, Tensor]:
-        """Return the inputs of the slots."""
         if not self.config.reads_uniforms:
             return {"masks": layout.index_in_group[None]}
         return {"uniforms": self.slot_uniforms(self._of_slots(layout))}
@@ -311,7 +290,6 @@ class ParallelSession(DraftSession):
             self.uniforms.current = table.new_zeros(len(table), count)
 
     def _of_slots(self, layout: SlotLayout) -> Tensor:
-        """Return the uniforms of the slots, [B, A]: those of their output positions."""
         return self.uniforms.current[:, layout.group + layout.index_in_group]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
@@ -336,11 +314,7 @@ class ParallelSession(DraftSession):
         self.pending = slots, uniforms, exists, before
 
     def _any_drafts(self, layout: SlotLayout) -> bool:
-        """Return whether the group of any open sequence has slots; note whether that of some sequence has none.
-
-        A run with a seed acts as if some had none: a draft is verified by its length, which must not depend on other
-        sequences.
-        """
+        """Return whether the group of any open sequence has slots; note whether that of some sequence has none."""
         sizes, counts = layout.sizes, self.view.new_tokens.counts
         have_drafts = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in counts if count]
         self.some_lack_drafts = self.is_deterministic or not all(have_drafts)
@@ -360,15 +334,10 @@ class ParallelSession(DraftSession):
         before: Tensor | None = None,
         masks: DraftMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens, and their distributions where a rule needs them; a missing draft is token 0, with probability
-        1.
+        """Return tokens, and their distributions where a rule needs them.
 
-        Args:
-            slots: [..., L, v] logits of the slots; or [..., L, D] their states, for a sampler head.
-            uniforms: [..., L], which pick.
-            exists: [..., L] bool.
-            before: [...] int64, the token before, for a sampler head.
-            masks: The tokens that drafts may hold, one position after the other.
+        Slots are logits [..., L, v], or states [..., L, D] for a sampler head, which reads the token `before` [...],
+        too; `uniforms` [..., L] pick. A draft that does not exist [..., L] is token 0, with probability 1.
         """
         steps = iter(uniforms.unbind(-1))
         if self.distribution is not None:
@@ -389,10 +358,7 @@ class ParallelSession(DraftSession):
     def _pick(
         self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens [...] from probabilities [..., v], and the distributions that they were picked from.
-
-        `warps` replace those of slots.
-        """
+        """Return tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
         self.options.numbers.note(probs[..., 0])
         allowed = None if masks is None else masks.allowed(probs.shape, probs.device)
         if self.config.predicts_tokens or not self.options.do_sample:

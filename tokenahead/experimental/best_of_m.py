@@ -125,7 +125,6 @@ class BestOfSession(ParallelSession):
         return torch.where(layout.index_in_group == 0, picks, own)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Draft from the groups after the accepted drafts of each sequence."""
         self.branches, layout = None, self.layout
         if layout is None or outputs.auxiliary is None:
             return
@@ -147,7 +146,6 @@ class CentralVerifier(CoupledVerifier):
         self.drafter = drafter
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
-        """See `Verifier`."""
         distribution, vectors = distribution_of(scores), self.drafter.vectors
         self.rows = distribution[..., 0]
         drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches

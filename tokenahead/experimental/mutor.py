@@ -35,15 +35,12 @@ REGISTER = "register.safetensors"
 class RegisterModel(WrapperMixin, PreTrainedModel):
     """A model and the one embedding that all its registers have; the model itself is unchanged.
 
-    A register after token t sees the tokens up to t and itself. Its position, t + d - 1, says that it predicts
-    token t + d. Tokens never see registers: their logits are the model's own.
-
-    `save_pretrained(folder)` writes the plain model (or its adapters alone, where it has any), and
-    `folder/register.safetensors`, which nothing but further training needs.
+    A register after token t sees the tokens up to t and itself. Its position, t + d - 1, says that it predicts token t
+    + d. Tokens never see registers: their logits are the model's own. `save_pretrained` writes the plain model (or its
+    adapters alone, where it has any), and `register.safetensors`, which nothing but further training needs.
 
     Raises:
-        ValueError: A model that owns a drafter, or that cannot carry positions after its tokens (sliding windows,
-            recurrent states, positions that cannot be chosen, attention without dense masks).
+        ValueError: A model that owns a drafter, or that cannot carry positions after its tokens.
     """
 
     config_class = None
@@ -68,7 +65,7 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, starts: Tensor, offsets: Tensor
     ) -> Tensor:
-        """Return the logits of tokens and of the registers after them.
+        """Return the logits [B, T + R, V] of tokens and of the registers after them.
 
         Args:
             input_ids: [B, T] int64.
@@ -76,9 +73,6 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
             position_ids: [B, T] int64.
             starts: [B, R] int64, the columns after the tokens with registers: t + 1.
             offsets: [B] int64, d of every sequence.
-
-        Returns:
-            [B, T + R, V].
         """
         embeds = self.get_input_embeddings()(input_ids)
         registers = self.register.to(embeds.dtype).expand(*starts.shape, -1)  # [B, R, H]
@@ -109,11 +103,7 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
 
     @reads_whole
     def load_checkpoint(self, folder: str | PathLike) -> None:
-        """Load what `save_pretrained` wrote into this model.
-
-        Raises:
-            ValueError: A directory of another model.
-        """
+        """Load what `save_pretrained` wrote into this model."""
         load_trained(self.backbone, Path(folder), "weights")
         with torch.no_grad():
             self.register.copy_(load_file(Path(folder) / REGISTER)["register"])
@@ -173,21 +163,9 @@ class MuToRTrainer(UpdateTrainer):
     """transformers' Trainer with registers: the loss is (1 - a) that of the next tokens and a that of the registers.
 
     A register follows every token before a target (labels of -100 get none), and predicts the token d ahead of its
-    position, with d drawn for every sequence. Tokens do not attend to registers, so that their loss is the plain one.
-    The model is a plain model of transformers, or a PeftModel, and is trained in place: checkpoints and `save_model`
-    write it as usual, with a file `register.safetensors`, which only a resumed training reads.
-
-    The data are as for `PTPTrainer`; packed documents are separated. The log carries `next_token_loss` and
-    `register_loss`. In evaluation d is a function of the length of a sequence.
-
-    Args:
-        model: A causal language model with full attention; parameters that require gradients are trained.
-        args: `TrainingArguments`.
-        options: Offsets and weight.
-        **kwargs: For `Trainer`.
-
-    Raises:
-        ValueError: A model that cannot carry registers (`RegisterModel`), or arguments that would be ignored.
+    position, with d drawn for every sequence; in evaluation it is a function of its length. The model is a plain model
+    of transformers, or a PeftModel, and is trained in place: checkpoints and `save_model` write it as usual. The data
+    are as for `PTPTrainer`; packed documents are separated. The log carries `next_token_loss` and `register_loss`.
 
     Example:
         >>> MuToRTrainer(model, TrainingArguments("out"), train_dataset=data).train()
@@ -201,7 +179,6 @@ class MuToRTrainer(UpdateTrainer):
         super().__init__(self._owner, args, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Set the columns of the data, which are not the arguments of `RegisterModel.forward`."""
         self._signature_columns = ["input_ids", "attention_mask", "position_ids", "labels"]
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Registers:
@@ -211,7 +188,6 @@ class MuToRTrainer(UpdateTrainer):
         return Registers.of(sequences, draws.gaps(last, self.options.max_offset)[:, 0])
 
     def _counts(self, task: Registers) -> Tensor:
-        """Return the number of targets of tokens and of registers, [2]."""
         both = next_tokens(task.sequences), task.targets
         return torch.stack([(targets != IGNORE).sum().double() for targets in both])
 
@@ -237,6 +213,5 @@ class MuToRTrainer(UpdateTrainer):
 
 
 def _summed(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of logits [B, n, v], summed over targets [B, n]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     return nn.functional.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")

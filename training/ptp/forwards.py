@@ -41,7 +41,7 @@ def at_columns(values: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """Logits that are computed when they are used, in chunks, so that a large vocabulary never takes memory at once.
+    """Logits that are computed when they are used, in chunks: a large vocabulary never takes memory at once.
 
     `states` [B, ..., D] are the input of the head, or the logits themselves where there is no head; `size` is v.
     """
@@ -52,15 +52,12 @@ class Scores:
 
     @classmethod
     def of_logits(cls, logits: Tensor) -> Scores:
-        """Return scores of logits that exist already."""
         return cls(logits, None, logits.shape[-1])
 
     def at(self, columns: Tensor) -> Scores:
-        """Return the scores at columns [B, ...] of scores [B, T]."""
         return Scores(at_columns(self.states, columns), self.head, self.size)
 
     def __getitem__(self, index: slice | tuple[slice | Tensor, ...]) -> Scores:
-        """Return the scores at an index that does not touch the last axis."""
         return Scores(self.states[index], self.head, self.size)
 
     def replaced(self, indices: Tensor, other: Scores) -> Scores:
@@ -71,7 +68,6 @@ class Scores:
         return Scores.of_logits(mine.index_copy(1, indices, others.to(mine.dtype)))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits [..., v] of some states."""
         return states if self.head is None else self.head(states)
 
     @torch.no_grad()
@@ -145,12 +141,9 @@ class Completions:
     """C completions of K tokens per sequence, and the intervals of uniforms that pick their tokens.
 
     Attributes:
-        starts: [B, C] int64, columns.
-        tokens: [B, C, K] int64.
-        known: [B, C, K] bool, tokens that exist.
-        scored: [B, C, K] bool, tokens that may be targets.
-        low: [B, C, K] float64, and
-        high: the same, the interval of every token under the verified distribution; empty where the distribution
+        starts: [B, C] int64, columns. tokens: [B, C, K] int64. known: [B, C, K] bool, tokens that exist. scored: [B, C,
+        K] bool, tokens that may be targets. low: [B, C, K] float64, and `high`, the interval of every token under the
+        verified distribution; empty where that
             excludes it.
         scores: [B, C, K], from which the verified distribution of each token is computed, if a loss needs it.
     """
@@ -164,21 +157,17 @@ class Completions:
     scores: Scores | None = None
 
     def place(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return uniforms [B, C, K] float32 that pick the tokens, by positions in the intervals, and which are valid.
+        """Return uniforms [B, C, K] float32 at these shares of the tokens' intervals, and which are valid.
 
-        None is valid from the first token on that does not exist or that no uniform picks: later uniforms would belong
-        to another sequence.
+        None is from the first token on that does not exist or that no uniform picks: later ones would belong to another
+        sequence.
         """
         u, valid = uniform_between(self.low, self.high, shares)
         return u, (valid & self.known).long().cumprod(-1).bool()
 
 
 def draw_starts(startable: Tensor, count: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the startable columns with the largest keys [B, T], without repetition.
-
-    Returns:
-        starts [B, min(count, T)] int64, and exists, bool: False if a sequence has no further column to start at.
-    """
+    """Return the startable columns of the largest keys, [B, min(count, T)], and which of them exist, bool."""
     keys = keys.masked_fill(~startable, -1.0)
     values, starts = keys.topk(min(count, startable.shape[1]), dim=1)
     exists = values >= 0
@@ -198,10 +187,7 @@ def completion_tokens(
 
 
 def token_intervals(scores: Scores, tokens: Tensor, read: Tensor, sampling: dict) -> tuple[Tensor, Tensor]:
-    """Return the intervals of tokens [B, ...] under the verified distribution: low and high [B, ...] float64.
-
-    They are computed where `read` [B, ...] bool, and 0 elsewhere. On an accelerator this waits once, for their number.
-    """
+    """Return low and high [B, ...] float64 of tokens in the verified distribution where `read`; 0 elsewhere."""
     rows = read.nonzero(as_tuple=True)
     found = scores[rows].mapped(lambda logits, own: interval(own, target_probs(logits, **sampling)), tokens[rows])
     low, high = (torch.zeros_like(tokens, dtype=torch.float64).index_put(rows, edge) for edge in found)
@@ -240,17 +226,14 @@ class FixedDraws:
         self.order = (documents > 0).long().cumsum(1)
 
     def keys(self, documents: Tensor) -> Tensor:
-        """See `RandomDraws`."""
         return (self.order.double() * _GOLDEN).frac()
 
     def shares(self, starts: Tensor, length: int) -> Tensor:
-        """See `RandomDraws`."""
         steps = torch.arange(1, length + 1, device=starts.device)
         first = self.order.gather(1, starts).double()[..., None] * _GOLDEN
         return (first + steps * _SILVER).frac()
 
     def gaps(self, starts: Tensor, most: int) -> Tensor:
-        """See `RandomDraws`."""
         return 1 + self.order.gather(1, starts) % most
 
 
@@ -327,10 +310,7 @@ class PackedBatch:
 
     @torch.no_grad()
     def most_likely(self, first: Scores, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
-        """Return the backbone's own greedy completions [B, C, K] and their scores, token by token with the cache.
-
-        `first` [B, C] are the scores of the first tokens, from `read`.
-        """
+        """Return the backbone's greedy completions [B, C, K] and their scores, after `first` [B, C] of `read`."""
         scores, tokens = [first], []
         for step in range(length):
             tokens.append(scores[-1].mapped(lambda logits: (logits.argmax(-1),))[0])
@@ -348,7 +328,6 @@ class PackedBatch:
         return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, slots)
 
     def crop(self, count: int) -> None:
-        """Remove the last columns of the cache."""
         assert self.cache is not None
         self.cache.crop(-count)
 
@@ -378,7 +357,6 @@ class Teacher:
         ).logits
 
     def of_sequences(self, sequences: Sequences) -> Scores:
-        """Return the scores [B, T] of a batch."""
         documents = sequences.documents
         return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), sequences.positions))
 
@@ -423,10 +401,9 @@ class Teacher:
 
 @torch.no_grad()
 def student_drafts(packed: PackedBatch, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
-    """Return the completions [B, C, L] that the student writes from uniform noise [B, C, L + 1], in one forward.
+    """Return the completions [B, C, L] that the student writes from noise [B, C, L + 1], after `packed.read()`.
 
-    Scores [B, T] are those of `packed.read()`. Categorical slots write L tokens after the backbone's own, whose uniform
-    is the first.
+    Categorical slots write L tokens after the backbone's own, whose uniform is the first.
     """
     uniforms = inputs.uniforms
     flat = packed.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)

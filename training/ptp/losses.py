@@ -59,16 +59,9 @@ _CANDIDATES = 64
 
 
 def target_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return the distribution that decoding verifies: that of transformers' warpers, without sorting the vocabulary.
+    """Return the distribution that decoding verifies, [..., v] float64: that of transformers' warpers, without a sort.
 
-    Args:
-        logits: [..., v].
-        temperature: Above 0.
-        top_k: Tokens to retain (and those that tie with the last); 0 retains all.
-        top_p: Mass to retain; 1 retains all.
-
-    Returns:
-        [..., v] float64 probabilities.
+    Ties with the last of `top_k` stay; 0 keeps all, as does a `top_p` of 1.
     """
     scores = logits.double()
     if temperature != 1:
@@ -94,7 +87,7 @@ def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
 
 
 def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = None, kind: str = "ce") -> Tensor:
-    """Return the loss of every slot; each kind has its minimum where the slot's distribution q equals the target p.
+    """Return the loss of every slot [...]; each kind has its minimum where its distribution q equals the target p.
 
     Args:
         logits: [..., v] of the slots.
@@ -103,9 +96,6 @@ def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = No
         kind: `"ce"`: -log q(token), whatever p; `"kl"`: KL(p | q); `"reverse_kl"`: KL(q | p), with p floored at 1e-6,
             because folded distributions have zeros; `"bce"`: binary cross-entropy of every token's probability,
             -sum_v p log q + (1 - p) log(1 - q).
-
-    Returns:
-        [...] float32 (float64 for float64 logits), in nats.
     """
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     if kind == "ce":

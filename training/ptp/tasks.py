@@ -200,12 +200,7 @@ class SlotReader:
         self._hits: list[Tensor] = []
 
     def __call__(self, hidden: Tensor, head: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss; sums of the losses of slots and of the backbone [2]; hits [B, C, L] bool.
-
-        Args:
-            hidden: [B, T + C L, D], or without the tokens.
-            head: From hidden states to logits.
-        """
+        """Return the loss; sums of slots and of the backbone [2]; hits [B, C, L] bool. States end with the slots'."""
         self._hits = []
         task, dtype = self.task, torch.promote_types(hidden.dtype, torch.float32)
         totals = self.totals.clamp(min=torch.finfo(torch.float32).tiny).to(dtype)
@@ -226,14 +221,10 @@ class SlotReader:
         return loss, torch.cat([slot_sum, base_sum]), hits
 
     def _of_slots(self, head: nn.Module, slots: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of slots [B, C, L, D], and its sum [1], which `total` [1] divides."""
         return self._compared(head, slots, total, drafts=True)
 
     def _compared(self, head: nn.Module, states: Tensor, total: Tensor, drafts: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the loss of states [B, C, L, D] that predict the slots' tokens, divided by `total` [1], and its sum.
-
-        `drafts`: these states draft, so that hits are counted.
-        """
+        """Return the loss of states that predict the slots' tokens, by `total` [1], and its sum; hits of `drafts`."""
         task = self.task
         weights, scores = slot_weights(task.valid, self.options.gamma), task.scores
         values = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
@@ -251,7 +242,6 @@ class SlotReader:
         head: nn.Module,
         drafts: bool,
     ) -> Tensor:
-        """Return the weighted losses of slots, [n, 1]."""
         tokens, weights = tokens[:, 0], weights[:, 0]
         logits, distribution, scores = head(states), None, self.task.completions.scores
         if teacher is not None and scores is not None:

@@ -35,9 +35,9 @@ class UpdateTrainer(BaseTrainer):
     `eval_loss` is the same every time, whatever the size of batches, and an evaluation advances no generator. What a
     step draws depends on the seed, the step and the rank alone: a resumed run learns what an uninterrupted one does.
 
-    A subclass sets `_owner` (the model, without what distribution wraps around it) before `__init__` of this class, and
-    defines the task of a batch (`_task`; it has `release()`), what its sums are divided by (`_counts`, the first above
-    0 if there is something to learn), and its loss (`_learn`).
+    A subclass sets `_owner` (the model, without what distribution wraps around it) before `__init__`, and defines the
+    task of a batch (`_task`; it has `release()`), what its sums are divided by (`_counts`, the first above 0 if there
+    is something to learn), and its loss (`_learn`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,20 +56,13 @@ class UpdateTrainer(BaseTrainer):
         raise NotImplementedError
 
     def _learn(self, model: nn.Module, task: Any, totals: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the share of a task in the loss of an update, and outputs; add to the running means.
-
-        Sums are divided by `totals` [n]; `counts` [n] are those of this task alone.
-        """
+        """Return a task's share in the loss (sums by `totals` [n]; its `counts` [n]), and outputs."""
         raise NotImplementedError
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], Tensor | None]:
-        """Return the micro-batches of an update with their tasks, and the divisors of their sums, over all ranks.
-
-        Raises:
-            ValueError: Before the first step, if nothing in the training data can be learned, or ids are invalid.
-        """
+        """Return the micro-batches of an update with their tasks, and the divisors of their sums, over all ranks."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
@@ -96,11 +89,7 @@ class UpdateTrainer(BaseTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the share of this batch in the mean loss of an update.
-
-        As in `Trainer`; the outputs are those of `_learn`. `num_items_in_batch` is [n], from `get_batch_samples`, or
-        None where this batch is the whole update.
-        """
+        """Return the share of this batch in the mean loss of an update, whose divisors [n] are `num_items_in_batch`."""
         task = inputs.get(TASK) or self._task(model, inputs, model.training)
         counts = self._counts(task)
         totals = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else counts
@@ -118,8 +107,7 @@ class UpdateTrainer(BaseTrainer):
     def _drawing(self, seed: int | str) -> Iterator[None]:
         """Seed the random numbers within the context; afterwards the global generator is the same as before.
 
-        `Trainer` restores the generators of a checkpoint only after `get_batch_samples`: what is drawn there must
-        neither depend on them nor advance them, or a resumed run would learn other tasks than an uninterrupted one.
+        `Trainer` restores the generators of a checkpoint only after `get_batch_samples`.
         """
         device = self.args.device
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
@@ -203,7 +191,6 @@ class PTPTrainer(UpdateTrainer):
 
     @property
     def tokens_besides(self) -> int:
-        """The slots of a row's completions."""
         return self.options.completions * self._owner.config.num_slots
 
     @property
@@ -234,7 +221,6 @@ class PTPTrainer(UpdateTrainer):
         return owner.trains_backbone or checkpoints_activations(owner) or self.options.base_weight > 0
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
-        """Return the targets of the slots in this batch."""
         with at_rest(model):
             return self._maker.task(model, inputs, is_training, reads=not self._learns_in_one_pass)
 
@@ -242,7 +228,6 @@ class PTPTrainer(UpdateTrainer):
         return task.counts(self.options.gamma, next_tokens(task.sequences) if self.options.base_weight else None)
 
     def _note(self, task: Task, sums: Tensor, counts: Tensor, hits: Tensor, is_training: bool) -> None:
-        """Add sums and counts of a batch to the running means."""
         correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
         is_greedy = task.uniforms[..., 0] < 0
         groups = [whole & ~is_greedy & self.counts_correct, whole & is_greedy]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...configuration.fields import has_short_convolutions
+from ...configuration.fields import field, has_short_convolutions
 from ..attach import AttachableDrafter
 from ..backbone.backbones import can_roll_back, check_model
 from ..backbone.target import is_recurrent
@@ -18,10 +18,10 @@ from ..call.options import CallOptions, DraftOptions
 from ..contract import DraftSession
 from ..tensors.masks import check_attention
 from ..tensors.saving import reads_whole, whole_directory
-from ..tensors.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, untyped, unwrap
-from .models import borrows_states, first_layers, load_assistant, refuse_blocks
+from ..tensors.wrapped_models import has_own_cache, uncompiled, untyped, unwrap
+from .models import borrows_states, first_layers, load_assistant
 from .session import AssistantSession, SharedVocabulary, shared_vocabulary
-from .state_readers import Gemma4Chain, check_lender
+from .state_readers import Gemma4Chain
 from .translation import CommonSession, TextSession, Tokenizers, Translation
 
 _TOKENIZERS = "tokenizer", "assistant_tokenizer"
@@ -68,10 +68,9 @@ class AssistantDrafter(AttachableDrafter):
             raise TypeError(f"model is a {type(model).__name__}: AssistantDrafter takes a model of transformers")
         if translate not in (None, "vocabulary", "text"):
             raise ValueError(f"translate={translate!r} must be 'vocabulary' or 'text', or None")
-        if has_learned_prompts(model):
-            raise ValueError(f"model is a {type(model).__name__} with learned prompts: pass the model within")
         self.saved, model = uncompiled(model), unwrap(model)
-        refuse_blocks(model.config, f"model is a {type(model).__name__}")
+        if all(field(model.config, name) is not None for name in ("block_size", "mask_token_id", "target_layer_ids")):
+            raise ValueError("model fills in blocks, as DFlash does: BlockDrafter.from_pretrained reads its directory")
         self.model, self.num_tokens, self.vocab_size = model, num_tokens or 5, vocab_size
         self.tokenizers, self.translate = (tokenizer, assistant_tokenizer), translate
         self.vocabulary: SharedVocabulary | None = None
@@ -145,8 +144,6 @@ class AssistantDrafter(AttachableDrafter):
             self._translation(self.tokenizers, backbone)
         if self.translation is None:
             self.vocabulary = shared_vocabulary(self.model, backbone, self.vocab_size)
-        if borrows_states(self.model.config):
-            check_lender(self.model, backbone)
         is_free = untyped(self.model)._supports_default_dynamic_cache() and can_roll_back(self.model)
         has_states = is_recurrent(DynamicCache(config=self.model.config))
         if not is_free or (has_states and not has_short_convolutions(self.model.config)):

@@ -19,7 +19,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from ...configuration.fields import field
 from ..tensors.shared_models import check_whole
 from ..tensors.tensor_files import HUB_OPTIONS, check_index
 from ..tensors.wrapped_models import carries_adapters, has_own_cache, untyped, unwrap
@@ -92,12 +91,6 @@ def buildable(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def refuse_blocks(config: PreTrainedConfig, what: str) -> None:
-    """Refuse a model that fills in blocks, as DFlash assistants do; `what` it is begins the message."""
-    if all(field(config, name) is not None for name in ("block_size", "mask_token_id", "target_layer_ids")):
-        raise ValueError(f"{what}, which fills in blocks: BlockDrafter.from_pretrained reads its directory")
-
-
 def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
     """Load a model that drafts, or adapters of one."""
     hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
@@ -109,5 +102,4 @@ def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
         hub |= {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
         kwargs["config"] = AutoConfig.from_pretrained(source, **hub)
     kwargs["config"] = buildable(kwargs["config"])
-    refuse_blocks(kwargs["config"], f"{name}: a model of model_type={kwargs['config'].model_type!r}")
     return AutoModelForCausalLM.from_pretrained(name, **kwargs)

@@ -21,14 +21,7 @@ from ...configuration.cache_names import cache_of
 from ..backbone.cache import RaggedLayer
 from ..call.options import DraftOptions, grow_chain
 from ..call.sequences import Sequences
-from ..contract import (
-    CacheView,
-    DraftSession,
-    DraftTree,
-    PrefillOutput,
-    TargetOutput,
-    VerificationResult,
-)
+from ..contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ..tensors.masks import additive_mask, cached_arange, to_device
 from ..tensors.wrapped_models import Kwargs
 from .session import SharedVocabulary
@@ -38,25 +31,6 @@ def lending_layers(config: PreTrainedConfig) -> dict[str, int]:
     """Return the last layer of each kind that makes keys and values, by kind."""
     own = len(config.layer_types) - (getattr(config, "num_kv_shared_layers", 0) or 0)
     return {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
-
-
-def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
-    """Refuse a backbone of another family, another width, or with keys and values of another shape."""
-    name, theirs = type(assistant).__name__, backbone.config.get_text_config()
-    if not theirs.model_type.startswith("gemma4"):
-        raise ValueError(f"{name} needs a Gemma 4 backbone, not model_type={theirs.model_type!r}")
-    if (own := assistant.config.backbone_hidden_size) != (other := theirs.hidden_size):
-        raise ValueError(f"backbone_hidden_size={own} of {name}, but {type(backbone).__name__} has hidden_size={other}")
-    own, lenders = assistant.config.get_text_config(), lending_layers(theirs)
-    for layer, kind in enumerate(own.layer_types):
-        wanted, lent = _shape(own, layer), _shape(theirs, lenders[kind]) if kind in lenders else None
-        if wanted != lent:
-            raise ValueError(f"layer {layer} of {name} reads {kind} keys {wanted} (heads, width), not {lent}")
-
-
-def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
-    of_layer = config.per_layer_config[layer]
-    return of_layer.num_key_value_heads, of_layer.head_dim
 
 
 class Gemma4Chain(DraftSession):

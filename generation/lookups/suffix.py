@@ -104,14 +104,9 @@ class SuffixDrafter(LookUpDrafter):
         """Return the text of a scope; None: that of calls without one.
 
         Of all other scopes, those that were used least recently are forgotten while there are too many nodes.
-
-        Raises:
-            ValueError: Anything but a text or a whole number.
         """
         if scope is None:
             return self.counts
-        if not isinstance(scope, Scope):
-            raise ValueError(f"scope={scope!r} must be a text or a whole number, or a list of one for each prompt")
         store = self.scopes.setdefault(scope, SuffixCounts(self.depth, self.max_nodes))
         store.used = next(_CALLS)
         known = dict(self.scopes)  # several threads may add some

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import requested_states
@@ -16,7 +16,7 @@ from ...generation.assistant.session import AssistantSession, SharedVocabulary
 from ...generation.backbone.cache import block_mask
 from ...generation.backbone.target import RaggedBackbone
 from ...generation.call.constraints import DraftMasks
-from ...generation.call.options import CallOptions, DraftOptions
+from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.sequences import Sequences
 from ...generation.contract import CacheView, DraftTree, PrefillOutput, TargetOutput, VerificationResult
@@ -70,14 +70,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         """Return none: an assistant does not change the distribution of its target."""
         return {}
 
-    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """See `ParallelDrafter`; there is one group of slots."""
-        if "slot_budget" in options.extra:
-            raise ValueError("slot_budget= is for a model that drafts for itself; leave it out with assistant_model")
-        return super().prepare_call(options, config)
-
     def start(self, options: DraftOptions) -> SeparateSession:
-        self.warn_of_mismatch(options)
         return SeparateSession(self.model, options, make_uniforms(options), self.shared_with(options.backbone))
 
 

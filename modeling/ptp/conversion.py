@@ -32,10 +32,7 @@ from ...generation.tensors.tensor_files import (
 )
 
 _FILE, _LAST, _SHARES = "train.yaml", "last.ckpt", "correct_count_hist.pt"
-_TARGETS = {
-    "model": "ptp.lit.ParallelSamplingLightningModule",
-    "model.model": "ptp.transformer.MixedTransformerModel",
-}
+_TARGETS = {"model": "ptp.lit.ParallelSamplingLightningModule", "model.model": "ptp.transformer.MixedTransformerModel"}
 _MODEL, _LORA = "model.model", "model.model.lora_config"
 _TABLE = FieldTable(
     "official",

@@ -9,10 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from ...configuration.fields import refuse
-from ...configuration.ptp import SAMPLING, PTPConfig
+from ...configuration.ptp import PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
 from ...generation.contract import DraftSession
@@ -22,7 +21,6 @@ from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier
 from ..heads.window_distribution import WindowDistribution
 from .session import ParallelSession
 
-logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
@@ -82,7 +80,6 @@ class ParallelDrafter(BaseDrafter):
         return replace(options, extra=extra, needs_our_loop=has_source)
 
     def start(self, options: DraftOptions) -> ParallelSession:
-        self.warn_of_mismatch(options)
         return ParallelSession(self.config, options, make_uniforms(options), self.slot_distribution)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
@@ -91,18 +88,6 @@ class ParallelDrafter(BaseDrafter):
         uniforms = cast(ParallelSession, session).uniforms
         is_coupled = options.verification == "coupled"
         return CoupledVerifier(uniforms) if is_coupled else SampledVerifier(options.verification, uniforms)
-
-    def warn_of_mismatch(self, options: DraftOptions) -> None:
-        """Warn of a target that the drafts were not learned for."""
-        learned, actual = self.config.sampling or {}, options.sampling
-        fits = all((actual[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
-        if fits or not (options.drafts and options.do_sample):
-            return
-        then, now = (", ".join(f"{name}={values[name]}" for name in SAMPLING) for values in (learned, actual))
-        logger.warning_once(
-            f"The drafts were learned for {then}, and the target is sampled with {now}: the text stays exact, but "
-            f"fewer drafts are accepted. Leave these options out, or distil with sampling={actual}."
-        )
 
 
 def make_uniforms(options: DraftOptions, may_stay: bool = True) -> Uniforms:

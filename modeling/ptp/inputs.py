@@ -177,33 +177,9 @@ def packed_positions(
     return torch.cat([own, after], dim=1).clamp(min=0)
 
 
-def check_positions(config: PTPConfig, position_ids: Tensor | None) -> None:
-    """Refuse positions beyond a table."""
-    limit = config.learned_positions
-    if torch.compiler.is_compiling():  # a graph cannot look at values
-        return
-    if limit is not None and position_ids is not None and position_ids.numel() and int(position_ids.max()) >= limit:
-        last, kind = int(position_ids.max()), config.backbone_config.model_type
-        raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; shorten the sequence")
-
-
 def has_slots(config: PTPConfig, uniforms: Tensor | None, masks: Tensor | None) -> bool:
     """Return whether a forward has slots; refuse inputs of another variant."""
     name, slots, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
     if other is not None:
         raise ValueError(f"variant={config.variant!r}: slots are passed as {name}=, and nothing else")
     return slots is not None
-
-
-def check_uniforms(uniforms: Tensor, may_be_greedy: bool) -> None:
-    """Refuse numbers outside [0, 1), and dtypes of few bits."""
-    if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; pass float32 or float64, fewer bits are too coarse")
-    if uniforms.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # reading their values would make the host wait for the accelerator in every forward
-    valid = (uniforms >= 0) & (uniforms < 1)
-    try:  # no read of the host, which a cycle of fixed shapes must not have
-        torch._assert_async((valid | (uniforms == GREEDY) if may_be_greedy else valid).all())
-    except RuntimeError as error:
-        low, high = float(uniforms.min()), float(uniforms.max())
-        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}") from error

@@ -44,13 +44,10 @@ from .inputs import (
     UniformEmbedding,
     check_config,
     check_model,
-    check_positions,
-    check_uniforms,
     has_slots,
     slot_parts,
 )
 
-_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
@@ -113,21 +110,6 @@ class PTPForCausalLM(
 
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as `PreTrainedModel.from_pretrained` does, with the embedding of uniforms of the checkpoint.
-
-        Raises:
-            ValueError: Another architecture or embedding of uniforms, missing tensors, wrong shapes.
-        """
-        requested = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
-        for name, value in requested.items():
-            if value != (own := getattr(config, name)):  # shapes may be the same
-                raise ValueError(f"{name}={value!r}: the checkpoint was trained with {name}={own!r}; leave {name} out")
-        return loaded
 
     @classmethod
     def from_backbone(
@@ -307,7 +289,6 @@ class PTPForCausalLM(
             embeds = self.with_slots(embeds, uniforms, masks)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, cache)
-        check_positions(self.config, position_ids)
         if self.backbone.training and checkpoints_activations(self.backbone):
             preserve_gates(self.backbone)
         with checkpointing_paused(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
@@ -356,7 +337,10 @@ class PTPForCausalLM(
             return self.mask_embedding(masks)
         if uniforms is None or self.uniform_embedding is None:
             raise ValueError(f"variant={self.config.variant!r}: slots have neither uniforms nor masks to read")
-        check_uniforms(uniforms, self.config.greedy)
+        if uniforms.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"uniforms have dtype {uniforms.dtype}; pass float32 or float64, fewer bits are too coarse"
+            )
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)
         return self.uniform_embedding(uniforms)

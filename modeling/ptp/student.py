@@ -28,9 +28,9 @@ from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .conversion import write_run
-from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter
+from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, opened, with_adapter
 from .generation import ParallelDrafter
-from .inputs import SLOT_PARTS, check_positions, has_slots, slot_parts
+from .inputs import SLOT_PARTS, has_slots, slot_parts
 from .model import PTPForCausalLM, dense_mask
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class SlottedBackbone(PTPForCausalLM):
     ) -> Any:
         if not has_slots(self.config, uniforms, masks):
             return self.backbone(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
-        check_positions(self.config, position_ids)
         embeds = self.with_slots(self.get_input_embeddings()(input_ids), uniforms, masks)
         with opened(Gate(input_ids.shape[1], embeds.shape[1], self)):
             mask = dense_mask(attention_mask, embeds)
@@ -268,7 +267,6 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
         parent.add_module(leaf, LayerAdapter(layer, _Up))
-    join_siblings(root)
     return root
 
 

@@ -12,7 +12,6 @@ from tokenahead import PTPForCausalLM
 from tokenahead.experimental import best_of
 from tokenahead.generation.tensors.sampling import pick
 from tokenahead.generation.verification.verifiers import CoupledVerifier, SampledVerifier
-from tokenahead.modeling.ptp import generation as parallel_drafter
 from tokenahead.testing import chi_square
 
 RUNS = Path(__file__).parents[1] / "data" / "ptp" / "runs"
@@ -226,15 +225,7 @@ def test_what_the_best_of_many_cannot_be():
             best_of(tiny("one_hot"), 2).generate(torch.tensor([[1, 2]]), do_sample=True, max_new_tokens=3, **options)
 
 
-def test_another_distribution_than_was_learned_is_warned_of(monkeypatch):
-    said = []
-    monkeypatch.setattr(parallel_drafter.logger, "warning_once", said.append)
+def test_where_nothing_is_set_the_distribution_is_the_one_that_was_learned():
     model = official()
-    decode(model, prompts(1), **SAMPLING)
-    learned = decode(
-        model, prompts(1), do_sample=True, seed=3
-    )  # where nothing is set, it is the distribution that was learned
-    assert not said and torch.equal(learned.sequences, decode(model, prompts(1), seed=3, **SAMPLING).sequences)
-    decode(model, prompts(1), **(SAMPLING | {"top_p": 0.5}))
-    assert "learned for temperature=0.7, top_k=8, top_p=0.95" in said[0] and "top_p=0.5" in said[0]
-    assert "fewer drafts are accepted" in said[0]
+    learned = decode(model, prompts(1), do_sample=True, seed=3)
+    assert torch.equal(learned.sequences, decode(model, prompts(1), seed=3, **SAMPLING).sequences)

@@ -70,7 +70,6 @@ class BestOfForCausalLM(PTPForCausalLM):
     def start(self, options: DraftOptions) -> ParallelSession:
         if not (options.drafts and options.do_sample):
             return super().start(options)
-        self.warn_of_mismatch(options)
         return BestOfSession(self.config, options, make_uniforms(options, may_stay=False), many=self.many)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:

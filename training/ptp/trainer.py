@@ -42,9 +42,6 @@ class UpdateTrainer(BaseTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.compute_metrics is not None:
-            shown = ", ".join(f"eval_{name}" for name in self._mean_names())
-            raise ValueError(f"compute_metrics= needs logits of the tokens; leave it out: evaluate(...) has {shown}")
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Any:
@@ -261,16 +258,9 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None, s
     if teacher is not None:
         check_whole(teacher, "teacher=")
     if shards and model.trains_backbone:
-        raise ValueError(
-            "shard_backbone=True is for a frozen backbone: call train_only('drafter'), or launch with FSDP2 "
-            "(examples/accelerate/fsdp2.yaml)"
-        )
-    if options.sequences == "student" and not model.config.reads_uniforms:
-        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")
+        raise ValueError("shard_backbone=True is for a frozen backbone: call train_only('drafter'), or use FSDP2")
     if teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError("base_weight=0: the backbone would teach itself; use train_only('drafter') or teacher=")
-    if options.base_weight and not model.trains_backbone:
-        raise ValueError(f"base_weight={options.base_weight} needs a backbone that is trained; call train_only('all')")
     size = getattr(getattr(teacher, "config", None), "vocab_size", model.config.vocab_size)
     if size != model.config.vocab_size:
         raise ValueError(f"teacher= has a vocabulary of {size} tokens, and the student of {model.config.vocab_size}")

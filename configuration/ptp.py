@@ -27,15 +27,16 @@ class PTPConfig(PreTrainedConfig):
     """Configuration of `PTPForCausalLM`.
 
     Args:
-        backbone_config: Configuration of the causal language model. variant: `"one_hot"`, `"categorical"` or `"mask"`
-        (Samragh et al. 2025, arXiv 2507.11851): slots read learned mask
-            tokens and no uniforms, so that the fields of uniforms (`features` to `greedy`) are idle.
-        features: Features of a uniform (`uniform_features`). feature_dim: How many; None takes `FEATURE_DIMS`.
-        projection: `"linear"` or `"mlp"`, from features to an embedding. projection_bias: Whether a linear projection
-        has a bias. informative: False hides the uniforms from the slots, which all read 1/2: the baseline of
-        independent prediction. greedy: Slots have an embedding that requests the most likely token, with which greedy
-        decoding drafts. Without it
-            they read the median (u = 1/2), which is often another token.
+        backbone_config: Configuration of the causal language model.
+        variant: `"one_hot"`, `"categorical"` or `"mask"` (Samragh et al. 2025, arXiv 2507.11851): slots read learned
+            mask tokens and no uniforms, so that the fields of uniforms (`features` to `greedy`) are idle.
+        features: Features of a uniform (`uniform_features`).
+        feature_dim: How many; None takes `FEATURE_DIMS`.
+        projection: `"linear"` or `"mlp"`, from features to an embedding.
+        projection_bias: Whether a linear projection has a bias.
+        informative: False hides the uniforms from the slots, which all read 1/2: the baseline without sampling.
+        greedy: Slots have an embedding that requests the most likely token, with which greedy decoding drafts.
+            Without it they read the median (u = 1/2), which is often another token.
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.

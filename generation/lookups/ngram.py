@@ -89,13 +89,13 @@ class NgramSession(DraftSession):
         if not self.is_adaptive or self.reach_on_device is None:
             return
         each = zip(self.reach, new.counts, self.tokens.drafted_on_host)
-        self.reach = [self._next(reach, count - 1, drafted) if count else 0 for reach, count, drafted in each]
+        self.reach = [
+            0 if not count else min(max(2 * count, reach // 2), self.num_tokens) if drafted else reach
+            for reach, count, drafted in each
+        ]
         accepted = (new.on_device - 1).clamp(min=0)  # [B]
         longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)  # [B]
         self.reach_on_device = self._held("reach", torch.where(self.has_draft, longer, self.reach_on_device))  # [B]
-
-    def _next(self, reach: int, accepted: int, drafted: int) -> int:
-        return min(max(2 * accepted + 2, reach // 2), self.num_tokens) if drafted else reach
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return the continuations of the best matches, which repeat from the match on where they reach the end."""

@@ -150,7 +150,11 @@ class SeparateSession(ParallelSession):
         positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
             positions = positions.clamp(max=self.config.learned_positions - 1)
-        inputs = self._slot_inputs(drawn[:, :slots], device) if slots else {}
+        inputs: dict[str, Tensor] = {}
+        if slots and self.config.reads_uniforms:
+            inputs["uniforms"] = self.slot_uniforms(drawn[:, :slots]).to(device)
+        elif slots:
+            inputs["masks"] = cached_arange(slots, device)[None]
         outputs = model(
             self.vocabulary.readable(tokens.newest(count)).to(device),
             attention_mask=block_mask(layout, count + slots, model.config.get_text_config(), model.dtype),
@@ -164,8 +168,3 @@ class SeparateSession(ParallelSession):
         self.unread = [0] * len(self.unread)
         of_slots = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, count:]
         return outputs.logits[:, 0], of_slots  # [B, v]
-
-    def _slot_inputs(self, drawn: Tensor, device: torch.device) -> dict[str, Tensor]:
-        if not self.config.reads_uniforms:
-            return {"masks": cached_arange(drawn.shape[1], device)[None]}
-        return {"uniforms": self.slot_uniforms(drawn).to(device)}

@@ -90,14 +90,9 @@ def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors
     same &= (vector[:, None] == vector) | (step == 0)
     new = torch.cat([tokens, torch.nn.functional.pad(same, (0, 0, len(read_order), 0), value=False)], dim=1)
     order = torch.cat([read_order, group + step])  # [F + A]
-    return SlotLayout(sizes, *_moved((*slots, order, new, index, torch.tensor(sizes)), device))
-
-
-def _moved(parts: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
-    """Return tensors of whole numbers or truth values on a device, in one copy."""
-    flat = torch.cat([part.flatten().long() for part in parts]).to(device)
-    pieces = flat.split([part.numel() for part in parts])
-    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts)]
+    parts = (*slots, order, new, index, torch.tensor(sizes))
+    pieces = torch.cat([part.flatten().long() for part in parts]).to(device).split([part.numel() for part in parts])
+    return SlotLayout(sizes, *(piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts)))
 
 
 @lru_cache(maxsize=256)
@@ -241,19 +236,19 @@ class ParallelSession(DraftSession):
         sizes = self._sizes(drafted, length)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
         count = 1 + branches * drafted
-        inputs = self._inputs(layout)
+        inputs = {"masks": layout.index_in_group[None]}
+        if self.config.reads_uniforms:
+            inputs = {"uniforms": self.slot_uniforms(self._of_slots(layout))}
         if self.distribution is not None:  # the slots' logits are not read
             inputs |= {"logits_to_keep": cached_arange(count, tokens.ids.device)}
         positions = layout.order
         if not self.is_one_hot:
             positions = positions + (cached_arange(len(positions), positions.device) >= count)
         table = self.config.learned_positions
-        # drafts beyond a table of positions are beyond the end
-        return AuxiliaryPositions(inputs, positions, layout.new, None if table is None else table - 1, self._most())
-
-    def _most(self) -> int:
+        last = None if table is None else table - 1  # drafts beyond a table of positions are beyond the end
         budget, groups = self.options.extra["slot_budget"], self.longest_group * (self.num_tokens + 1)
-        return self.many**2 * (groups if isinstance(budget, str) else min(budget, groups))
+        most = self.many**2 * (groups if isinstance(budget, str) else min(budget, groups))
+        return AuxiliaryPositions(inputs, positions, layout.new, last, most)
 
     def _sizes(self, drafted: int, length: int) -> list[int]:
         """Return slots per group 0..m: a budget is split by acceptance; names select the layouts of the paper of
@@ -268,11 +263,6 @@ class ParallelSession(DraftSession):
         # rounded, so that layouts repeat from cycle to cycle
         survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
         return split_budget(budget, drafted, longest, survival, self.is_one_hot)
-
-    def _inputs(self, layout: SlotLayout) -> dict[str, Tensor]:
-        if not self.config.reads_uniforms:
-            return {"masks": layout.index_in_group[None]}
-        return {"uniforms": self.slot_uniforms(self._of_slots(layout))}
 
     def slot_uniforms(self, uniforms: Tensor) -> Tensor:
         """Return the slots' inputs for the uniforms of their positions: greedy decoding has no use for them."""
@@ -301,8 +291,14 @@ class ParallelSession(DraftSession):
         index, exists = layout.of_group(result.num_accepted)
         index, first = index[:, 0], int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[:, first:], exists[:, first:]
-        if index.shape[1] == 0 or not (self.is_fixed or self._any_drafts(layout)):
+        if index.shape[1] == 0:
             return
+        if not self.is_fixed:
+            sizes, counts = layout.sizes, self.view.new_tokens.counts
+            have_drafts = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in counts if count]
+            self.some_lack_drafts = self.is_deterministic or not all(have_drafts)
+            if not (self.is_deterministic or any(have_drafts)):
+                return
         sequence = cached_arange(len(index), index.device)[:, None]
         start = result.num_accepted[:, None] + 1  # the target picks the token before
         uniforms = self.uniforms.current.gather(1, start + cached_arange(index.shape[1], index.device))
@@ -312,13 +308,6 @@ class ParallelSession(DraftSession):
         pending = slots[sequence, index], uniforms, exists, result.added
         slots, uniforms, exists, before = (self.view.held(f"slots.{n}", each) for n, each in enumerate(pending))
         self.pending = slots, uniforms, exists, before
-
-    def _any_drafts(self, layout: SlotLayout) -> bool:
-        """Return whether the group of any open sequence has slots; note whether that of some sequence has none."""
-        sizes, counts = layout.sizes, self.view.new_tokens.counts
-        have_drafts = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in counts if count]
-        self.some_lack_drafts = self.is_deterministic or not all(have_drafts)
-        return self.is_deterministic or any(have_drafts)
 
     def _learn(self, result: VerificationResult) -> None:
         if self.is_deterministic or self.is_fixed:

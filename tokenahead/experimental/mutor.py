@@ -23,6 +23,7 @@ from ..generation.tensors.tensor_files import below
 from ..generation.tensors.wrapped_models import WrapperMixin, untyped, unwrap
 from ..modeling.heads.joint import load_trained
 from ..modeling.heads.losses import IGNORE
+from ..modeling.heads.window_distribution import exact
 from ..modeling.ptp.inputs import check_config, check_model, packed_mask, packed_positions
 from ..training.batches import Inputs
 from ..training.ptp.forwards import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
@@ -199,7 +200,11 @@ class MuToRTrainer(UpdateTrainer):
         logits = model(sequences.tokens, sequences.documents, sequences.positions, task.starts, task.offsets)
         length, following = sequences.tokens.shape[1], next_tokens(sequences)
         parts = (logits[:, : length - 1], following), (logits[:, length:], task.targets)
-        sums = torch.stack([_summed(*part) for part in parts])
+        losses = [
+            nn.functional.cross_entropy(exact(part).flatten(0, 1), to.flatten(), ignore_index=IGNORE, reduction="sum")
+            for part, to in parts
+        ]
+        sums = torch.stack(losses)
         weights = torch.tensor([1 - a, a], device=sums.device)
         self._means[model.training].add(sums.detach(), counts.to(sums))
         return (weights * (sums / totals.clamp(min=1).to(sums))).sum(), {"logits": logits}
@@ -210,8 +215,3 @@ class MuToRTrainer(UpdateTrainer):
     def _pooled_loss(self, sums: Tensor, counts: Tensor) -> float:
         tokens, registers = (sums / counts.clamp(min=1)).tolist()
         return (1 - self.options.weight) * tokens + self.options.weight * registers
-
-
-def _summed(logits: Tensor, targets: Tensor) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    return nn.functional.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -112,7 +112,10 @@ class Sequences:
         positions = inputs.get("position_ids")
         if positions is not None:
             positions = positions.expand_as(tokens)
-            documents = _documents_of(positions, documents > 0)
+            real = documents > 0
+            continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
+            begins = nn.functional.pad(~continues, (1, 0), value=True) & real
+            documents = begins.long().cumsum(1) * real
         labels = inputs.get("labels")
         scored = documents > 0
         return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), positions)
@@ -129,22 +132,16 @@ class Sequences:
         return self.scored & (self.documents == before)
 
 
-def _documents_of(positions: Tensor, real: Tensor) -> Tensor:
-    """Return the numbers of documents [B, T], 0 for padding; they begin after padding, or where positions jump."""
-    continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
-    begins = torch.nn.functional.pad(~continues, (1, 0), value=True) & real
-    return begins.long().cumsum(1) * real
-
-
 @dataclass(frozen=True)
 class Completions:
     """C completions of K tokens per sequence, and the intervals of uniforms that pick their tokens.
 
     Attributes:
-        starts: [B, C] int64, columns. tokens: [B, C, K] int64. known: [B, C, K] bool, tokens that exist. scored: [B, C,
-        K] bool, tokens that may be targets. low: [B, C, K] float64, and `high`, the interval of every token under the
-        verified distribution; empty where that
-            excludes it.
+        starts: [B, C] int64, columns.
+        tokens: [B, C, K] int64.
+        known: [B, C, K] bool, tokens that exist.
+        scored: [B, C, K] bool, tokens that may be targets.
+        low: [B, C, K] float64, and `high`, the interval of every token under the verified distribution, or nothing.
         scores: [B, C, K], from which the verified distribution of each token is computed, if a loss needs it.
     """
 
@@ -192,12 +189,6 @@ def token_intervals(scores: Scores, tokens: Tensor, read: Tensor, sampling: dict
     found = scores[rows].mapped(lambda logits, own: interval(own, target_probs(logits, **sampling)), tokens[rows])
     low, high = (torch.zeros_like(tokens, dtype=torch.float64).index_put(rows, edge) for edge in found)
     return low, high
-
-
-def before_eos(tokens: Tensor, eos: list[int]) -> Tensor:
-    """Return which tokens [..., K] of a draft come no later than the first end-of-text token, [..., K] bool."""
-    ended = torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype)).long().cumsum(-1)
-    return torch.nn.functional.pad(ended[..., :-1], (1, 0)) == 0
 
 
 class RandomDraws:
@@ -378,7 +369,9 @@ class Teacher:
 
     def belong(self, tokens: Tensor) -> Tensor:
         """Return which tokens [..., K] of completions come no later than their end, [..., K] bool."""
-        return before_eos(tokens, eos_ids(self.model))
+        ends = torch.tensor(eos_ids(self.model), device=tokens.device, dtype=tokens.dtype)
+        ended = torch.isin(tokens, ends).long().cumsum(-1)
+        return nn.functional.pad(ended[..., :-1], (1, 0)) == 0
 
     def _of_completions(self, sequences: Sequences, starts: Tensor, tokens: Tensor) -> Scores:
         """Return the scores [B, C, K] of completions [B, C, K]."""

@@ -133,46 +133,32 @@ class TaskMaker:
         """Return completions, and uniforms [B, C, K] at these shares of their intervals, with which of them count."""
         chosen = self._greedy_indices(packed.starts)
         others = exists if chosen is None else exists.index_fill(1, chosen, False)
-        completions = self._completions(packed, own, others)
-        u, reached = completions.place(shares)
-        if chosen is None:
-            return completions, u, reached
-        return self._with_greedy(packed, own, exists, chosen, completions, u, reached)
-
-    def _completions(self, packed: PackedBatch, own: Scores | None, exists: Tensor) -> Completions:
         sequences, starts = packed.sequences, packed.starts
         if self.options.sequences == "student" and own is not None:
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
             written = student_drafts(packed, own, self.config, SlotInputs(noise))
-            return self.teacher.drafts(sequences, starts, exists, written)
-        scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
-        return self.teacher.pieces(sequences, scores, starts, exists, self.length)
-
-    def _with_greedy(
-        self,
-        packed: PackedBatch,
-        own: Scores | None,
-        exists: Tensor,
-        chosen: Tensor,
-        completions: Completions,
-        u: Tensor,
-        reached: Tensor,
-    ) -> Found:
-        """Replace the chosen completions, [G] indices, by the most likely continuations."""
-        starts = packed.starts[:, chosen]
+            completions = self.teacher.drafts(sequences, starts, others, written)
+        else:
+            scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
+            completions = self.teacher.pieces(sequences, scores, starts, others, self.length)
+        u, reached = completions.place(shares)
+        if chosen is None:
+            return completions, u, reached
+        # the chosen completions, [G] indices, are replaced by the most likely continuations
+        starts = starts[:, chosen]
         if self.is_own and own is not None:
             tokens, scores = packed.most_likely(own.at(starts - 1), starts, self.length)
         else:
-            tokens, scores = self.teacher.most_likely(packed.sequences, starts, self.length)
+            tokens, scores = self.teacher.most_likely(sequences, starts, self.length)
         known = exists[:, chosen, None] & self.teacher.belong(tokens)
-        joined = replace(
+        completions = replace(
             completions,
             tokens=completions.tokens.index_copy(1, chosen, tokens),
             known=completions.known.index_copy(1, chosen, known),
             scored=completions.scored.index_copy(1, chosen, known),
             scores=None if completions.scores is None else completions.scores.replaced(chosen, scores),
         )
-        return joined, u.index_fill(1, chosen, GREEDY), reached.index_copy(1, chosen, known)
+        return completions, u.index_fill(1, chosen, GREEDY), reached.index_copy(1, chosen, known)
 
     def _greedy_indices(self, starts: Tensor) -> Tensor | None:
         """Return the indices of greedy completions, [G] int64: evenly spread, whatever their number."""
@@ -213,7 +199,8 @@ class SlotReader:
             part = LossSegment(before, [self.next_tokens[..., None]], weight, scored=scored)
 
             def own(states: Tensor, targets: Tensor) -> Tensor:
-                return _next_token_losses(head(states), targets[:, 0])[:, None]
+                losses = nn.functional.cross_entropy
+                return losses(exact(head(states)), targets[:, 0], ignore_index=IGNORE, reduction="none")[:, None]
 
             base, (base_sum,) = chunked_sums(own, head, [part], self.config.vocab_size)
             loss = loss + base
@@ -259,10 +246,6 @@ class SlotReader:
         if self.config.predicts_tokens:
             return likely
         return torch.where(uniforms < 0, likely, pick(uniforms.clamp(min=0), logits.double().softmax(-1)))
-
-
-def _next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(exact(logits), targets, ignore_index=IGNORE, reduction="none")
 
 
 class MaskReader(SlotReader):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field, has_short_convolutions
 from ..attach import AttachableDrafter
@@ -18,10 +29,11 @@ from ..call.options import CallOptions, DraftOptions
 from ..contract import DraftSession
 from ..tensors.masks import check_attention
 from ..tensors.saving import reads_whole, whole_directory
-from ..tensors.wrapped_models import has_own_cache, uncompiled, untyped, unwrap
-from .models import borrows_states, first_layers, load_assistant
+from ..tensors.shared_models import check_whole
+from ..tensors.tensor_files import HUB_OPTIONS, check_index
+from ..tensors.wrapped_models import carries_adapters, has_own_cache, uncompiled, untyped, unwrap
 from .session import AssistantSession, SharedVocabulary, shared_vocabulary
-from .state_readers import Gemma4Chain
+from .state_readers import Gemma4Chain, borrows_states, buildable
 from .translation import CommonSession, TextSession, Tokenizers, Translation
 
 _TOKENIZERS = "tokenizer", "assistant_tokenizer"
@@ -193,3 +205,44 @@ class AssistantDrafter(AttachableDrafter):
 
     def shared_with(self, backbone: PreTrainedModel) -> SharedVocabulary:
         return self.vocabulary or shared_vocabulary(self.model, backbone, self.vocab_size)
+
+
+def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """Return a model of the same class with copies of the first layers of another one; embeddings and head are frozen.
+
+    Raises:
+        ValueError: Not fewer layers than the model has, or a model that cannot be cut.
+    """
+    model = unwrap(model)
+    config, kind = deepcopy(model.config), type(model).__name__
+    whole = config.get_text_config().num_hidden_layers
+    if not 1 <= layers < whole:
+        raise ValueError(f"layers={layers!r} must be from 1 to {whole - 1}: {kind} has {whole} layers")
+    linear = isinstance(model.get_output_embeddings(), nn.Linear)
+    if config.get_text_config() is not config or has_own_cache(model) or carries_adapters(model) or not linear:
+        raise ValueError(f"{kind} cannot be cut to layers={layers}: pass a plain language model, without adapters")
+    check_whole(model, f"layers={layers} of {kind}")
+    for name, value in config.to_dict().items():  # layer_types, and other fields with an entry per layer
+        if isinstance(value, list) and len(value) == whole:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers = layers
+    with torch.device(model.device):
+        small = type(model)(config)
+    untyped(small).to(model.dtype)
+    known = small.state_dict()
+    copied = {name: tensor for name, tensor in model.state_dict().items() if name in known}
+    small.load_state_dict(copied)
+    for table in (small.get_input_embeddings(), small.get_output_embeddings()):
+        cast(nn.Module, table).requires_grad_(False)
+    small.generation_config = deepcopy(model.generation_config)
+    return small.eval()
+
+
+def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
+    """Load a model that drafts, or adapters of one."""
+    hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+    check_index(name, kwargs.get("variant"), **hub)
+    if find_adapter_config_file(str(name), **hub) is None:
+        hub |= {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
+        kwargs["config"] = buildable(kwargs.get("config") or AutoConfig.from_pretrained(name, **hub))
+    return AutoModelForCausalLM.from_pretrained(name, **kwargs)

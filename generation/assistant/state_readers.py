@@ -9,11 +9,15 @@ chain of single positions, and nothing has to be rolled back:
     position   n      n      n           b's own, for the whole draft
     reads      keys and values of the n verified tokens before b; of drafts there are none
     proposes   d1     d2     d3
+
+transformers before 5.24 looks up which layers compute what the others reuse, finds none, and refuses to build any; the
+configurations below define `kv_sharing_modes` for that case.
 """
 
 from __future__ import annotations
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -23,7 +27,7 @@ from ..call.options import DraftOptions, grow_chain
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ..tensors.masks import additive_mask, cached_arange, to_device
-from ..tensors.wrapped_models import Kwargs
+from ..tensors.wrapped_models import Kwargs, untyped
 from .session import SharedVocabulary
 
 
@@ -31,6 +35,42 @@ def lending_layers(config: PreTrainedConfig) -> dict[str, int]:
     """Return the last layer of each kind that makes keys and values, by kind."""
     own = len(config.layer_types) - (getattr(config, "num_kv_shared_layers", 0) or 0)
     return {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
+
+
+class _Reusing:
+    """A configuration of transformers all of whose layers may read keys and values of another model."""
+
+    num_hidden_layers: int
+    num_kv_shared_layers: int
+
+    @property
+    def kv_sharing_modes(self) -> list[str | None]:
+        if self.num_kv_shared_layers == self.num_hidden_layers:
+            return ["reuse"] * self.num_hidden_layers
+        return untyped(super()).kv_sharing_modes
+
+
+class Gemma4TextConfig(_Reusing, transformers.Gemma4TextConfig):
+    """The same for assistants of plain models."""
+
+
+class Gemma4UnifiedTextConfig(_Reusing, transformers.Gemma4UnifiedTextConfig):
+    """The same for assistants of unified models."""
+
+
+_ASSISTANTS = {"gemma4_assistant": Gemma4TextConfig, "gemma4_unified_assistant": Gemma4UnifiedTextConfig}
+
+
+def borrows_states(config: PreTrainedConfig) -> bool:
+    """Return whether a model reads the keys and values of its backbone and makes none itself."""
+    return config.model_type in _ASSISTANTS
+
+
+def buildable(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration from which transformers can build an assistant; others are unchanged."""
+    if borrows_states(config):
+        config.text_config.__class__ = _ASSISTANTS[config.model_type]
+    return config
 
 
 class Gemma4Chain(DraftSession):

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.fields import refuse
 from ...configuration.ptp import PTPConfig
+from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
 from ...generation.contract import DraftSession
@@ -19,7 +20,7 @@ from ...generation.drafter import BaseDrafter, DrafterFacts
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
-from .session import ParallelSession
+from .session import ParallelSession, SeparateSession
 
 _LAYOUTS = ("quadratic", "linear")
 _SLOTS = {
@@ -158,3 +159,49 @@ def _check_options(options: CallOptions, config: GenerationConfig, own: PTPConfi
             ),
         ]
     )
+
+
+class ParallelAssistant(ParallelDrafter, AssistantDrafter):
+    """Lets a model with parallel token prediction draft for a larger one with the same vocabulary.
+
+    The larger model verifies: the output is its own, by every rule. With `verification="coupled"` and a seed or
+    uniforms, it is that of sequential inverse-CDF decoding by the larger model alone.
+
+    Args:
+        model: A `PTPForCausalLM`.
+        vocab_size: See `AssistantDrafter`.
+
+    Example:
+        >>> small.attach(large)
+        >>> out = large.generate(**inputs, assistant_model=small, do_sample=True, seed=7)
+    """
+
+    reads_prompt = True
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
+        super().__init__(model, model.config.num_slots, vocab_size)
+
+    @property
+    def config(self) -> PTPConfig:
+        return cast(PTPConfig, self.model.config)
+
+    def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
+        return untyped(self.model).slot_distribution(states, before)
+
+    @property
+    def window(self) -> int:
+        """The longest draft and one: a slot drafts a token each, and the last token where slots give distributions."""
+        return self.config.num_slots + 1 + (not self.config.predicts_first)
+
+    def longest_draft(self) -> int:
+        return self.window - 1
+
+    def default_draft(self) -> int:
+        return self.longest_draft()
+
+    def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
+        """Return none: an assistant does not change the distribution of its target."""
+        return {}
+
+    def start(self, options: DraftOptions) -> SeparateSession:
+        return SeparateSession(self.model, options, make_uniforms(options), self.shared_with(options.backbone))

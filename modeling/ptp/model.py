@@ -34,19 +34,10 @@ from ..common.loading import StrictLoadingMixin
 from ..common.outputs import OwnLossMixin, PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
-from .assistant_session import ParallelAssistant
 from .conversion import OfficialRun, write_run
 from .gated_lora import ADAPTER, Gate, opened, preserve_gates
-from .generation import ParallelGenerationMixin
-from .inputs import (
-    SLOT_PARTS,
-    Sampler,
-    UniformEmbedding,
-    check_config,
-    check_model,
-    has_slots,
-    slot_parts,
-)
+from .generation import ParallelAssistant, ParallelGenerationMixin
+from .inputs import SLOT_PARTS, Sampler, UniformEmbedding, check_config, check_model, has_slots, slot_parts
 
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}

@@ -17,22 +17,28 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 
+from ...configuration.cache_names import CACHE
+from ...configuration.fields import requested_states
 from ...configuration.ptp import PTPConfig
+from ...generation.assistant.session import AssistantSession, SharedVocabulary
+from ...generation.backbone.cache import block_mask
+from ...generation.backbone.target import RaggedBackbone
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.schedule import AcceptanceRates
 from ...generation.call.sequences import Sequences
-from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
-from ...generation.tensors.masks import cached_arange, made_once, to_device
+from ...generation.contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
+from ...generation.tensors.masks import cached_arange, cached_range, made_once, to_device
 from ...generation.tensors.sampling import pick
+from ...generation.tensors.wrapped_models import untyped
 from ...generation.verification.verifiers import Uniforms
 from ..heads.window_distribution import WindowDistribution
 from .inputs import GREEDY
@@ -358,3 +364,99 @@ class ParallelSession(DraftSession):
         if masks is not None:
             masks.extend(token)
         return token, probs
+
+
+class SeparateSession(ParallelSession):
+    """The drafts of one call of `ParallelAssistant`.
+
+    The drafting model has its own cache, of accepted tokens: slots do not count. Sequences with different numbers of
+    new tokens are read alike: those with fewer read some tokens again.
+    """
+
+    lookahead = 0
+
+    def __init__(
+        self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
+    ) -> None:
+        super().__init__(model.config, options, uniforms, distribution=untyped(model).slot_distribution)
+        self.takes_fixed, self.hidden_layers = False, None  # a sampler head reads states of its own model
+        self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
+        self.unread: list[int] = []
+        """Tokens of every sequence that the drafting model has not read."""
+
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
+        """Read the prompt, all but its last token."""
+        self.view = view
+        self.unread = [2] * len(self.options.prompt)
+        if self.options.drafts:
+            self.chain.begin(outputs, view)
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """Return a chain of `length` tokens after every sequence, from one call."""
+        if length < 1 or not self.options.drafts:
+            self.uniforms.draw(tokens, 1)
+            return DraftTree.chain(tokens.ids[:, :0])
+        if self.uniforms.stay:
+            drawn = self.uniforms.draw(tokens, length + 1)[:, :length]
+        else:  # the rule must not use again what the draft has used
+            drawn = self.uniforms.fresh(length)
+            self.uniforms.draw(tokens, length + 1)
+        first, slots = (part.to(tokens.ids.device) for part in self._read(tokens, drawn, length))
+        return DraftTree.chain(*self._chosen(first, slots, drawn, self._masks(tokens)))
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Count the new tokens; a sequence that has ended goes on with the others."""
+        new = self.view.new_tokens
+        self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
+        if self.options.drafts:
+            cast(RaggedBackbone, self.chain.target).layout.keep(new)
+
+    def _chosen(
+        self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens and distributions of a draft, whose first token has logits [B, v]."""
+        exists = torch.ones_like(drawn, dtype=torch.bool)  # [B, length]
+        if self.is_one_hot:
+            return self._drafts(slots, drawn, exists, masks=masks)
+        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)  # [B, v]
+        token, distribution = self._pick(distribution, drawn[:, 0], masks, self.options.processing)
+        probs = distribution[:, None] if self.gives_probs else None  # [B, 1, V]
+        if slots.shape[1] == 0:
+            return token[:, None], probs
+        tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token, masks)
+        probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
+        return torch.cat([token[:, None], tokens], dim=1), probs
+
+    def _pick(
+        self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super()._pick(self.vocabulary.fitted(probs), uniforms, masks, warps)
+
+    def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Read new tokens and slots; return logits [B, v] of the last token, and logits or states of the slots."""
+        model, layout = self.chain.model, cast(RaggedBackbone, self.chain.target).layout
+        count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
+        layout.block_offset = 2 - count  # the prompt was read up to its last token
+        depths = layout.counts[:, None] + cached_range(layout.block_offset, count + slots, device)  # [B, count + slots]
+        is_slot = (cached_arange(count + slots, device) >= count).long()  # [count + slots]
+        positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
+        if self.config.learned_positions is not None:
+            positions = positions.clamp(max=self.config.learned_positions - 1)
+        inputs: dict[str, Tensor] = {}
+        if slots and self.config.reads_uniforms:
+            inputs["uniforms"] = self.slot_uniforms(drawn[:, :slots]).to(device)
+        elif slots:
+            inputs["masks"] = cached_arange(slots, device)[None]
+        outputs = model(
+            self.vocabulary.readable(tokens.newest(count)).to(device),
+            attention_mask=block_mask(layout, count + slots, model.config.get_text_config(), model.dtype),
+            position_ids=positions,
+            **{CACHE: self.chain.target.cache},
+            use_cache=True,
+            logits_to_keep=slots + 1,
+            output_hidden_states=requested_states(None if self.distribution is None else -1),
+            **inputs,
+        )
+        self.unread = [0] * len(self.unread)
+        of_slots = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, count:]
+        return outputs.logits[:, 0], of_slots  # [B, v]

@@ -15,7 +15,7 @@ from tokenahead import AssistantDrafter
 from tokenahead.generation.assistant.session import SharedVocabulary
 from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.modeling.ptp.generation import ParallelAssistant
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 GREEDY = dict(max_new_tokens=20, do_sample=False)

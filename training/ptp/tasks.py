@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -213,32 +212,23 @@ class SlotReader:
     def _compared(self, head: nn.Module, states: Tensor, total: Tensor, drafts: bool = False) -> tuple[Tensor, Tensor]:
         """Return the loss of states that predict the slots' tokens, by `total` [1], and its sum; hits of `drafts`."""
         task = self.task
-        weights, scores = slot_weights(task.valid, self.options.gamma), task.scores
-        values = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
-        terms = partial(self._terms, head=head, drafts=drafts)
+        weights, targets = slot_weights(task.valid, self.options.gamma), task.scores
+
+        def terms(
+            states: Tensor, tokens: Tensor, weights: Tensor, uniforms: Tensor, teacher: Tensor | None
+        ) -> Tensor:  # [n, 1]
+            tokens, weights, logits, distribution = tokens[:, 0], weights[:, 0], head(states), None
+            with torch.no_grad():
+                if teacher is not None and targets is not None:
+                    distribution = target_probs(targets.logits(teacher), **self.config.sampling or {})
+                if drafts:
+                    self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
+            losses = slot_losses(logits, tokens, distribution, self.options.loss)
+            return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
+
+        values = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], targets and targets.states]
         loss, (summed,) = chunked_sums(terms, head, [LossSegment(states, values, 1 / total)], self.config.vocab_size)
         return loss, summed
-
-    def _terms(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        weights: Tensor,
-        uniforms: Tensor,
-        teacher: Tensor | None,
-        head: nn.Module,
-        drafts: bool,
-    ) -> Tensor:
-        tokens, weights = tokens[:, 0], weights[:, 0]
-        logits, distribution, scores = head(states), None, self.task.completions.scores
-        if teacher is not None and scores is not None:
-            with torch.no_grad():
-                distribution = target_probs(scores.logits(teacher), **self.config.sampling or {})
-        if drafts:
-            with torch.no_grad():
-                self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
-        losses = slot_losses(logits, tokens, distribution, self.options.loss)
-        return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
 
     def _drafts(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Return what slots with logits [n, v] draft; categorical ones pick with the uniforms of their targets."""

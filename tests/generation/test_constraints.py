@@ -18,7 +18,7 @@ from tokenahead.extending import AutomatonProcessor, TableAutomaton
 from tokenahead.generation.call.options import NumberCheck, chosen
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
-from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.modeling.ptp.generation import ParallelAssistant
 
 V = 48
 TREE = {"draft_tree": {"top_k": 3, "total_tokens": 12}}

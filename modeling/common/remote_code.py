@@ -18,6 +18,7 @@ import transformers
 from transformers.utils import CONFIG_NAME, logging
 
 from ... import __version__
+from ...configuration.transformers_names import TESTED_VERSIONS
 from ...generation.tensors.saving import reads_whole, whole_directory
 
 logger = logging.get_logger(__name__)
@@ -26,10 +27,8 @@ CODE_DIRECTORY = "tokenahead_code"
 """The directory of code in a saved one."""
 TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this file came with a model."""
-TRANSFORMERS = ("5.21", "5.22", "5.23", "5.24")
-"""The versions of transformers for which the code is written: it uses private methods of `generate`."""
-REQUIREMENT = "transformers>=5.21,<5.25"
-"""The same for pip."""
+REQUIREMENT = f"transformers>={TESTED_VERSIONS[0]},<5.{int(TESTED_VERSIONS[-1].removeprefix('5.')) + 1}"
+"""For pip: the versions for which the code is written, which uses private methods of `generate`."""
 _CHOICES = ("auto", "bundle", None) if TRAVELS else ("auto", "bundle", "package", None)
 _HANDED: dict[str, Callable[[], Any]] = {}
 _README = f"""Code of tokenahead {__version__} (Apache-2.0) that loads the directory above; `auto_map` there names it:
@@ -200,7 +199,7 @@ class RemoteCodeTokenizerMixin(RemoteCodeMixin):
         return tuple(str(target / Path(name).relative_to(directory)) for name in names)
 
 
-if TRAVELS and not transformers.__version__.startswith(tuple(f"{version}." for version in TRANSFORMERS)):
+if TRAVELS and not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):
     logger.warning(
         f"the code of this model (tokenahead {__version__}) needs {REQUIREMENT}, and {transformers.__version__} is "
         "installed: if it fails, install that, or tokenahead, which is then used in its place"

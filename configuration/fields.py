@@ -150,8 +150,10 @@ def check_counts(owner: object, fields: Mapping[str, Any], tensors: int) -> None
     for name, value in fields.items():
         if isinstance(value, dict):
             check_counts(owner, value, tensors)
-        elif isinstance(value, int) and _COUNTS.fullmatch(name) and not 0 <= value <= tensors + _SHARED:
-            raise ValueError(f"{owner}: config.json has {name}={value}, but there are {tensors} tensors")
+        elif isinstance(value, int):
+            low, high = (0, tensors + _SHARED) if _COUNTS.fullmatch(name) else (-(2**62), 2**62)
+            if not low <= value <= high:
+                raise ValueError(f"{owner}: config.json has {name}={value}, but there are {tensors} tensors")
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:

@@ -21,8 +21,7 @@ from transformers import (
 
 from ..configuration.mtp_families import REFUSED, count_modules, dspark_block_size
 from ..generation.drafter import DRAFTERS
-from ..generation.tensors.config_errors import naming_field
-from ..generation.tensors.saving import finish
+from ..generation.tensors.saving import finish, reads_whole
 from ..generation.tensors.tensor_files import HUB_OPTIONS, check_index
 from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP
@@ -57,6 +56,7 @@ def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[Pr
     return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(base))
 
 
+@reads_whole
 def load_backbone(
     source: str, option: str, of_drafters: str, with_modules: bool = True, **options: Any
 ) -> PreTrainedModel:
@@ -80,10 +80,9 @@ def load_backbone(
             f"{option}={source} holds a drafter without a backbone: name the backbone there, and heads or an EAGLE "
             f"head as {of_drafters}; of a student, what student.whole.save_pretrained(directory) writes"
         )
-    with naming_field(source):
-        config = load_config(source, option)
-        check_index(source, **hub)
-        return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
+    config = load_config(source, option)
+    check_index(source, **hub)
+    return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
 
 
 def load_drafter(

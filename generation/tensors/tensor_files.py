@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, TypeVar
 from zipfile import BadZipFile, ZipFile
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ...configuration.fields import check_counts
+from .saving import OF_FILES, unusable
 
-logger = logging.get_logger(__name__)
 Tensors = dict[str, Tensor]
 """Tensors by name."""
 Fields = dict[str, Any]
@@ -156,21 +155,16 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
     return result
 
 
-def wrapped_names(names: Iterable[str]) -> str | None:
-    """Return why names are those of a wrapped model (see `unwrapped`), as a clause; None where they are not."""
-    first = next((stored for stored, name in unwrapped(names).items() if stored != name), None)
-    return None if first is None else f"{first} is a name of a wrapped model (module., _orig_mod.): save the one within"
-
-
 def tensor_names(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> list[str]:
     """Return the names of a checkpoint's tensors (see `unwrapped`); no tensor is read, and of shards only the index."""
     for file in (_with_variant(each, variant) for each in _NAMES):
         if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
-            return [*unwrapped(_names_in(Path(path))).values()]
+            return [*unwrapped(names_in(Path(path))).values()]
     return []
 
 
-def _names_in(file: Path) -> list[str]:
+def names_in(file: Path) -> list[str]:
+    """Return the names of the tensors of a file, or of an index."""
     names: Iterable[str] = ()
     with naming(file):
         if file.suffix == ".json":
@@ -181,15 +175,6 @@ def _names_in(file: Path) -> list[str]:
             with safe_open(file, framework="pt") as opened:
                 names = opened.keys()
     return [*names]
-
-
-def unlisted_file(name: str | PathLike[str], is_wanted: Callable[[str], bool]) -> Path | None:
-    """Return a safetensors file with a wanted tensor that is not among the weight files of a directory, if any."""
-    directory = Path(name)
-    found = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    listed = {Path(file).name for file in weight_files(name, pickles=True)} if found else ()
-    others = [file for file in found if file.name not in listed]
-    return next((file for file in others if any(map(is_wanted, unwrapped(_names_in(file)).values()))), None)
 
 
 def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:
@@ -223,59 +208,8 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (SafetensorError, RuntimeError, OSError, EOFError, UnpicklingError, BadZipFile, ValueError) as error:
-        check_content(file)
-        if isinstance(error, UnpicklingError):
-            raise ValueError(f"{file} holds more than tensors; save its state_dict as safetensors") from error
-        if str(file) in str(error) and not isinstance(error, OSError):
-            raise
-        raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
-
-
-def check_contents(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> None:
-    """Refuse a checkpoint whose weight files or index hold something else; see `check_content`."""
-    for file in _NAMES:
-        options = {"_raise_exceptions_for_missing_entries": False, **hub, "local_files_only": True}
-        if path := cached_file(name, _with_variant(file, variant), **options):
-            shards = set(read_index(Path(path)).values()) if path.endswith(".json") else []
-            for each in [Path(path), *(Path(path).with_name(shard) for shard in sorted(shards))]:
-                if each.is_file():
-                    check_content(each)
-            return
-
-
-_INSTEAD = (
-    (rb"version https://git-lfs", "a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository"),
-    (rb"<(!doctype|html|head|\?xml)", "a page of HTML, not the file itself: fetch the address that ends in its name"),
-    (rb"\Z", "empty: fetch it again"),
-)
-"""What begins a file that a wrong download has left, and what is to be said of it."""
-
-
-def check_content(file: str | PathLike[str]) -> None:
-    """Refuse a file that holds what a wrong download leaves in the place of weights, or of JSON."""
-    with Path(file).open("rb") as stream:
-        start = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()
-    for pattern, words in _INSTEAD:
-        if re.match(pattern, start, re.IGNORECASE):
-            raise ValueError(f"{file} is {words}")
-    if not str(file).endswith(".json") and re.match(rb"[\t\n\r -~]{12}", start):
-        raise ValueError(f"{file} is text and holds no tensors; it begins with {start[:40].decode('latin-1')!r}")
-
-
-def warn_of_numbers(name: object, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Warn of parameters, read from the checkpoint `name`, that hold what is not finite: text stays right in any case.
-
-    Left out are those that are elsewhere (offloaded, or a part of which other processes hold) or of 8 bits.
-    """
-    held = [(key, each) for key, each in parameters if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
-    numbers = [(key, each.detach()) for key, each in held if each.is_floating_point() and each.element_size() > 1]
-    sums = [each.sum(dtype=torch.float32) for _, each in numbers]  # which finite numbers may make infinite, too
-    suspects = [pair for pair, total in zip(numbers, sums) if not bool(total.isfinite())]
-    wrong = [key for key, each in suspects if not bool(each.isfinite().all())]
-    if wrong:
-        shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
-        logger.warning(f"{name}: {len(wrong)} tensors hold NaN or infinity, which are not finite: {shown}")
+    except (*OF_FILES, OSError, EOFError, BadZipFile, ValueError) as error:
+        raise unusable(file, error) from error
 
 
 def read_pickle(file: str | PathLike[str], map_location: str = "cpu") -> Tensors:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, ClassVar
 
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -18,14 +16,7 @@ from ... import __version__
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import holds_shares
-from ...generation.tensors.tensor_files import (
-    HUB_OPTIONS,
-    check_contents,
-    check_stored,
-    unlisted_file,
-    warn_of_numbers,
-    wrapped_names,
-)
+from ...generation.tensors.tensor_files import HUB_OPTIONS, check_stored
 from ...generation.tensors.wrapped_models import fingerprint, untyped
 from .remote_code import RemoteCodeMixin, add_code, is_ours
 
@@ -82,28 +73,14 @@ class StrictLoadingMixin(RemoteCodeMixin):
             check_stored(pretrained_model_name_or_path, kwargs.get("config"), kwargs.get("variant"), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
         name = str(pretrained_model_name_or_path or getattr(kwargs.get("config"), "_name_or_path", "") or cls.__name__)
-        try:
-            with _loading():
-                model, info = super().from_pretrained(
-                    pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-                )
-        except Exception as error:
-            if pretrained_model_name_or_path is not None:
-                check_contents(pretrained_model_name_or_path, kwargs.get("variant"), **hub)
-            if isinstance(error, SafetensorError):
-                words = f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again"
-                raise ValueError(words) from error
-            if isinstance(error, UnpicklingError):
-                raise ValueError(f"{name}: a pickle holds more than tensors; save them as safetensors") from error
-            if isinstance(error, RuntimeError) and "mismatch" in str(error).lower():
-                raise ValueError(f"{name}: tensors do not have the shapes that config.json says: {error}") from error
-            raise
+        with _loading():
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
         if missing := sorted(map(cls.file_name, info["missing_keys"])):
             count = f"{len(missing)} tensor" + ("s" if len(missing) > 1 else "")
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            reason = _why_missing(name, missing, info["unexpected_keys"])
-            raise ValueError(f"{name}: the checkpoint lacks {count} of {cls.__name__}: {shown}{reason}")
-        warn_of_numbers(name, ((cls.file_name(key), each) for key, each in model.named_parameters()))
+            raise ValueError(f"{name}: the checkpoint lacks {count} of {cls.__name__}: {shown}")
         vars(model.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
         return (model, info) if wants_info else model
 
@@ -222,11 +199,3 @@ def stored_kinds() -> dict[str | None, Any]:
 def with_article(words: str) -> str:
     """Return words after their indefinite article, for messages."""
     return f"{'an' if words.startswith(('A', 'E', 'I', 'O', 'U', 'MTP')) else 'a'} {words}"
-
-
-def _why_missing(name: str, missing: list[str], unexpected: Iterable[str]) -> str:
-    """Return why a checkpoint lacks tensors, as the end of a sentence; empty where it is not known."""
-    if reason := wrapped_names(unexpected):
-        return f"; {reason}"
-    file = unlisted_file(name, set(missing).__contains__)
-    return "" if file is None else f"; {file} holds some of them, but no index lists it"

@@ -21,7 +21,7 @@ from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field
 from ..tensors.shared_models import check_whole
-from ..tensors.tensor_files import HUB_OPTIONS, check_index
+from ..tensors.tensor_files import check_index, hub_options
 from ..tensors.wrapped_models import carries_adapters, has_own_cache, untyped, unwrap
 
 
@@ -109,7 +109,7 @@ def refuse_blocks(config: PreTrainedConfig, what: str) -> None:
 
 def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
     """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4, or adapters of one."""
-    hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+    hub = hub_options(kwargs)
     check_index(name, kwargs.get("variant"), **hub)
     if "config" not in kwargs:
         adapters = find_adapter_config_file(str(name), **hub)

@@ -33,6 +33,7 @@ Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Arguments of `from_pretrained` that locate files."""
+_MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")
 """Names of files without a directory or a drive."""
 _MOST_PACKED, _SMALL = 64, 1 << 24
@@ -40,6 +41,16 @@ _MOST_PACKED, _SMALL = 64, 1 << 24
 _MOST_SETTINGS, _MOST_ALIASES = 1 << 20, 16
 """More bytes, and more aliases, than settings in YAML have."""
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
+
+
+def hub_options(options: Mapping[str, Any]) -> Fields:
+    """Return those of some arguments of `from_pretrained` that locate files."""
+    return {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
+
+
+def optional_file(name: str | PathLike[str], file: str, hub: Fields) -> str | None:
+    """Return the path of a file that a directory or a Hub repository may hold."""
+    return cached_file(name, file, **{**hub, **_MAY_LACK})
 
 
 def read_json(file: Path) -> Fields:
@@ -159,12 +170,12 @@ def tensor_names(name: str | PathLike[str], variant: str | None = None, **hub: A
     """Return the names of a checkpoint's tensors (see `unwrapped`); no tensor is read, and of shards only the index."""
     for file in (_with_variant(each, variant) for each in _NAMES):
         if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
-            return [*unwrapped(names_in(Path(path))).values()]
+            return names_in(Path(path))
     return []
 
 
 def names_in(file: Path) -> list[str]:
-    """Return the names of the tensors of a file, or of an index."""
+    """Return the names of the tensors of a file, or of an index (see `unwrapped`)."""
     names: Iterable[str] = ()
     with naming(file):
         if file.suffix == ".json":
@@ -174,7 +185,7 @@ def names_in(file: Path) -> list[str]:
         else:
             with safe_open(file, framework="pt") as opened:
                 names = opened.keys()
-    return [*names]
+    return [*unwrapped(names).values()]
 
 
 def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:

@@ -17,7 +17,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
+
+from ...generation.tensors.tensor_files import optional_file
 
 TokenIds = Sequence[int] | Tensor
 FILE = "draft_vocabulary.json"
@@ -102,8 +103,7 @@ class DraftVocabulary:
 
 def stored_ids(name: str | PathLike, **hub: Any) -> list[int] | None:
     """Return the draft vocabulary of a directory or a Hub repository; None where there is none."""
-    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(name, FILE, **hub, **options)
+    file = optional_file(name, FILE, hub)
     return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
 
 

@@ -313,10 +313,6 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
             if count:
                 self.init_weights()  # initialises the added parts only
 
-        @classmethod
-        def file_name(cls, name: str) -> str:
-            return family.file_name(name, num_layers(config), count)
-
     # transformers looks up conversions by class and module name
     Extended.__name__, Extended.__module__ = original.__name__, original.__module__
     Extended.__qualname__ = original.__qualname__

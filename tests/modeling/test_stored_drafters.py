@@ -183,12 +183,3 @@ def test_names_of_wrapped_models_are_understood(name, wrap, tmp_path):
         (torch.save if is_pickle else save_file)({wrap + key: tensor for key, tensor in tensors.items()}, file)
     read = read_drafter(tmp_path).state_dict()
     assert read.keys() == expected.keys() and all(torch.equal(read[key], expected[key]) for key in read)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "tokenahead" in name])
-def test_names_of_wrapped_models_are_said_in_our_own_layout(name, tmp_path):
-    written(name, tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file({f"module.{key}": tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"module\..*wrapped"):
-        read_drafter(tmp_path)

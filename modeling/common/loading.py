@@ -103,8 +103,8 @@ class StrictLoadingMixin(RemoteCodeMixin):
             state_dict: The tensors of this model, where they had to be gathered.
             push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
             remote_code: What loads the directory where this library is not installed, with `trust_remote_code=True`:
-                `"bundle"`, its code, in a directory of its own; `"package"`, one line that imports the library; None,
-                nothing. `"auto"` is None, but a model that was itself loaded from such code saves it again.
+                `"bundle"`, its code, in a directory of its own; None, nothing. `"auto"` is None, but a model that was
+                itself loaded from such code saves it again.
             **kwargs: As for transformers' `save_pretrained`.
 
         Raises:

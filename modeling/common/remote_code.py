@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this file came with a model."""
 REQUIREMENT = f"transformers>={TESTED_VERSIONS[0]},<5.{int(TESTED_VERSIONS[-1].removeprefix('5.')) + 1}"
 """For pip: the versions for which the code is written, which uses private methods of `generate`."""
-_CHOICES = ("auto", "bundle", None) if TRAVELS else ("auto", "bundle", "package", None)
+_CHOICES = ("auto", "bundle", None)
 _HANDED: dict[str, Callable[[], Any]] = {}
 _README = f"""Code of tokenahead {__version__} (Apache-2.0) that loads the directory above; `auto_map` there names it:
 
@@ -91,15 +90,15 @@ def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict
     Both are empty for no code. `"auto"` is that where this library is installed; code that was loaded saves itself.
     """
     check_choice(remote_code)
-    choice = ("bundle" if TRAVELS else None) if remote_code == "auto" else remote_code
     reason = saved.without_code()
-    if remote_code != "auto" and choice and reason:
+    if remote_code == "bundle" and reason:
         raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
-    if choice is None or reason or not saved.remote_classes:
+    is_written = remote_code == "bundle" or (remote_code == "auto" and TRAVELS)
+    if not is_written or reason or not saved.remote_classes:
         return {}, {}
     config = type(getattr(saved, "config", None))
     names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(saved.remote_classes)
-    entry, files = _files(type(saved), tuple(sorted({*names.values()})), choice)
+    entry, files = _files(type(saved))
     auto_map: dict[str, Any] = {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}
     if saved._config_file != CONFIG_NAME:  # tokenizers have pairs, of a slow and a fast class
         auto_map = {name: (each, None) for name, each in auto_map.items()}
@@ -109,18 +108,13 @@ def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict
 
 
 @cache
-def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
-    """Return entry module and files of the code for a class, by the names that the entry gives."""
-    if TRAVELS:
-        beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
-        return kind.__module__.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
-    root, _, module = kind.__module__.partition(".")
-    entry, files = handed("bundle").bundle(module)
-    if choice == "bundle":
-        return entry, files
-    is_public = all(hasattr(import_module(root), name) for name in names)
-    shim = f"from {root if is_public else kind.__module__} import {', '.join(names)}  # noqa: F401\n"
-    return entry, {f"{entry}.py": shim}
+def _files(kind: type) -> tuple[str, dict[str, str]]:
+    """Return entry module and files of the code for a class."""
+    module = kind.__module__
+    if not TRAVELS:
+        return handed("bundle").bundle(module.partition(".")[2])
+    beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
+    return module.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
 
 
 class RemoteCodeMixin:

@@ -153,7 +153,7 @@ def test_metadata_round_trip(model, results):
     assert {entry.dataset_type for entry in data.eval_results} == {"held-out-code"}
 
 
-@pytest.mark.parametrize("travels", ["bundle", "package", None])
+@pytest.mark.parametrize("travels", ["bundle", None])
 def test_use_without_the_library_is_shown_where_its_code_travels(model, travels):
     card = render_card(model, None, repo_id="me/toy", remote_code=travels)
     assert card.data.library_name == ("transformers" if travels == "bundle" else "tokenahead")

@@ -52,7 +52,7 @@ def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, 
 def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
     thing = made(kind)
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
-    for remote_code, least, most in (("bundle", 2, 100), ("package", 1, 1), ("auto", 0, 0), (None, 0, 0)):
+    for remote_code, least, most in (("bundle", 2, 100), ("auto", 0, 0), (None, 0, 0)):
         folder = tmp_path / str(remote_code)
         thing.save_pretrained(folder, remote_code=remote_code)
         names = json.loads((folder / file).read_text()).get("auto_map", {})
@@ -64,7 +64,7 @@ def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tm
     assert contents(tmp_path / "auto") == contents(tmp_path / "None")
     again = type(thing).from_pretrained(tmp_path / "bundle")
     assert not getattr(getattr(again, "config", None), "auto_map", None)
-    with pytest.raises(ValueError, match="remote_code=.*'zip'.*'auto'.*'bundle'.*'package'"):
+    with pytest.raises(ValueError, match="remote_code=.*'zip'.*'auto'.*'bundle'"):
         thing.save_pretrained(tmp_path / "zip", remote_code="zip")
     assert not (tmp_path / "zip").exists()
 

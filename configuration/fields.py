@@ -8,12 +8,7 @@ from inspect import get_annotations
 from math import inf
 from typing import Any
 
-import transformers
 from transformers import PreTrainedConfig
-
-States = bool | int | list[int]
-"""True for all hidden states, False for none, or the indices of some (-1: the last)."""
-_TAKES_INDICES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
@@ -22,21 +17,6 @@ def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> 
         if (value := getattr(config, name, None)) is not None:
             return value
     return default
-
-
-def requested_states(wanted: States | None, *configs: PreTrainedConfig) -> States:
-    """Return `output_hidden_states` as a decoder of transformers reads it; None: what the first of `configs` requests.
-
-    The number 0 alone would be taken for False, and becomes a list. Before transformers 5.23, indices could not be
-    negative: there, all hidden states are returned in place of some.
-    """
-    if wanted is None:
-        wanted = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
-    if isinstance(wanted, bool):
-        return wanted
-    if not _TAKES_INDICES:
-        return True
-    return [wanted] if isinstance(wanted, int) else wanted
 
 
 _PADDING_ALONE, _ROTATED_ANEW = ("glm5_next_text",), ("qwen4_exp_text",)
@@ -63,21 +43,11 @@ def compresses_windows(config: PreTrainedConfig) -> bool:
 
 
 _CONVOLVED = ("inkling_text",)
-_MASKS_OF = {
-    "hybrid": ("full_attention", "linear_attention"),
-    "hybrid_sliding": ("sliding_attention", "linear_attention"),
-}
 
 
 def has_short_convolutions(config: PreTrainedConfig) -> bool:
     """Return whether a model's layers also have short convolutions, and distances are those of columns."""
     return config.get_text_config().model_type in _CONVOLVED
-
-
-def mask_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of masks that a model's layers read, of which layers with states beside attention read two."""
-    kinds = field(config, "layer_types") or ()
-    return {kind for each in kinds for kind in _MASKS_OF.get(each, (each,))}
 
 
 def check_options(

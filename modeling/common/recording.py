@@ -16,8 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...generation.call.outputs import Speculation
-from ...generation.call.sequences import NewTokens, Sequences
+from ...generation.call.sequences import NewTokens, Sequences, Speculation
 from ...generation.contract import (
     CacheView,
     DraftSession,

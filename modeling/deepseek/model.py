@@ -12,11 +12,12 @@ from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, 
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
-from ...configuration.fields import field, requested_states
+from ...configuration.fields import field
 from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions
+from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
-from ...configuration.fields import requested_states
 from ...configuration.ptp import PTPConfig
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.assistant.session import AssistantSession, SharedVocabulary
@@ -19,7 +18,14 @@ from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.sequences import Sequences
-from ...generation.contract import CacheView, DraftTree, PrefillOutput, TargetOutput, VerificationResult
+from ...generation.contract import (
+    CacheView,
+    DraftTree,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    requested_states,
+)
 from ...generation.tensors.masks import cached_arange, cached_range
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...generation.verification.verifiers import Uniforms
@@ -114,12 +120,12 @@ class SeparateSession(ParallelSession):
         """Read the prompt, all but its last token."""
         self.view = view
         self.unread = [2] * len(self.options.prompt)
-        if self.options.drafts:
+        if self.options.speculates:
             self.chain.begin(outputs, view)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return a chain of `length` tokens after every sequence, from one call."""
-        if length < 1 or not self.options.drafts:
+        if length < 1 or not self.options.speculates:
             self.uniforms.draw(tokens, 1)
             return DraftTree.chain(tokens.ids[:, :0])
         if self.uniforms.stay:
@@ -134,7 +140,7 @@ class SeparateSession(ParallelSession):
         """Count the new tokens; a sequence that has ended goes on with the others."""
         new = self.view.new_tokens
         self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
-        if self.options.drafts:
+        if self.options.speculates:
             cast(RaggedBackbone, self.chain.target).layout.keep(new)
 
     def _chosen(

@@ -87,7 +87,7 @@ class ParallelDrafter(BaseDrafter):
     def start(self, options: DraftOptions) -> ParallelSession:
         """Return a session with slots after every possible number of accepted drafts."""
         self.warn_of_mismatch(options)
-        many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
+        many, uniforms = options.extra.get("best_of", 1) if options.speculates else 1, make_uniforms(options)
         if many > 1:
             return BestOfSession(self.config, options, uniforms, many=many)
         return ParallelSession(self.config, options, uniforms, distribution=self.slot_distribution)
@@ -105,7 +105,7 @@ class ParallelDrafter(BaseDrafter):
         """Warn of a target that the drafts were not learned for."""
         learned, actual = self.config.sampling or {}, options.sampling
         fits = all((actual[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
-        if fits or not (options.drafts and options.do_sample):
+        if fits or not (options.speculates and options.do_sample):
             return
         then, now = (", ".join(f"{name}={values[name]}" for name in SAMPLING) for values in (learned, actual))
         logger.warning_once(
@@ -122,7 +122,7 @@ def make_uniforms(options: DraftOptions) -> Uniforms:
     """
     prompt, extra = options.prompt, options.extra
     is_coupled = options.do_sample and options.verification == "coupled" and extra.get("best_of", 1) == 1
-    stay = is_coupled or not options.drafts  # without drafts nothing is rejected
+    stay = is_coupled or not options.speculates  # without drafts nothing is rejected
     table = extra.get("uniforms")
     shape = len(prompt), options.max_length - prompt.shape[1]
     if table is not None and (table.dim() != 2 or table.shape[0] != shape[0] or table.shape[1] < shape[1]):

@@ -265,7 +265,7 @@ class ParallelSession(DraftSession):
     def _auxiliary(self, tokens: Sequences, drafted: int, length: int, branches: int = 1) -> AuxiliaryPositions | None:
         self._draw(tokens, drafted + 2 + self.longest_group)
         self.layout = None
-        if not self.options.drafts or length < 1:  # nothing is asked for: a plain forward
+        if not self.options.speculates or length < 1:  # nothing is asked for: a plain forward
             return None
         sizes = self._sizes(drafted, length)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)

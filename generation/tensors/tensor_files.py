@@ -62,23 +62,16 @@ def read_json(file: Path) -> Fields:
 
 
 def read_yaml(file: Path) -> Fields:
-    """Return the fields of a YAML file of settings, which makes no objects and nothing far larger than itself.
-
-    Raises:
-        ValueError: It holds more, or no fields by name.
-    """
+    """Return the fields of a YAML file of settings; refuse one that is, or makes, far more than that."""
     if file.stat().st_size > _MOST_SETTINGS:
         raise ValueError(f"{file} has {file.stat().st_size} bytes: it holds more than the settings of a run")
     try:
         text = file.read_text(encoding="utf-8")
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)) > _MOST_ALIASES:
-            raise ValueError(f"{file} has more than {_MOST_ALIASES} aliases (*name): write the values out")
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds no settings by name; fetch it again")
-    return values
+            raise ValueError(f"more than {_MOST_ALIASES} aliases (*name)")
+        return dict(yaml.safe_load(text))
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise unusable(file, error) from error
 
 
 def read_index(file: Path) -> dict[str, str]:
@@ -88,16 +81,13 @@ def read_index(file: Path) -> dict[str, str]:
         ValueError: No `weight_map`, or one with anything but the names of plain files in the directory of the index.
     """
     index = read_json(file)
-    index = index if isinstance(index, dict) else {}
-    names = index.get("weight_map")
+    names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not isinstance(index.get("metadata"), dict):
-        raise ValueError(f"{file}: an index has metadata and a weight_map of tensors and their files; fetch it again")
+        raise ValueError(f"{file}: an index has metadata and a weight_map of tensors and their files")
     for shard in names.values():
-        if not isinstance(shard, str) or not _PLAIN.fullmatch(shard) or not shard.strip(". "):
-            raise ValueError(f"{file}: weight_map of this index names {shard!r}, which is no file in its directory")
-    for path in map(file.with_name, set(names.values())):
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{file}: weight_map of this index names {path.name!r}, which is no plain file")
+        is_plain = isinstance(shard, str) and _PLAIN.fullmatch(shard) and shard.strip(". ")
+        if not is_plain or ((path := file.with_name(shard)).exists() and not path.is_file()):
+            raise ValueError(f"{file}: weight_map of this index names {shard!r}, which is no plain file beside it")
     return names
 
 
@@ -117,11 +107,7 @@ def check_index(name: str | PathLike[str], variant: str | None = None, **hub: An
 def check_stored(name: str | PathLike[str], config: Any = None, variant: str | None = None, **hub: Any) -> None:
     """Refuse an index that leads elsewhere, and counts that the tensors cannot have, before a loader follows them.
 
-    Args:
-        name: Directory or Hub repository.
-        config: The argument `config` of `from_pretrained`; None: the directory's own.
-        variant: Of the weights.
-        **hub: `revision`, `token`, ...
+    `config` is the argument of `from_pretrained`; None: the directory's own.
     """
     check_index(name, variant, **hub)
     if names := tensor_names(name, variant, **hub):
@@ -254,12 +240,8 @@ def renamed(
 ) -> dict[str, Value]:
     """Return tensors of another layout under this library's names, or (`back`) the other way round.
 
-    Args:
-        tensors: By name; or other values by the names of tensors.
-        names: The first pair that matches names a tensor.
-        owner: Where the tensors are, for the message.
-        back: From this library's names.
-        **fields: Fields that the new names have, and the old ones may lack.
+    The first pair of `names` that matches names a tensor; `owner` says where they are; `fields` are those that the new
+    names have, and the old ones may lack.
     """
     new_names: dict[str, str] = {}
     for name in tensors:
@@ -271,29 +253,17 @@ def renamed(
 
 
 def count_of(owner: object, numbers: Iterable[int], what: str) -> int:
-    """Return how many numbers there are in names of tensors, which count from 0 without gaps.
-
-    Args:
-        owner: Where the tensors are, for the message.
-        numbers: Repeated or not, in any order.
-        what: They count.
-
-    Raises:
-        ValueError: A gap.
-    """
+    """Return how many numbers there are in names of tensors, repeated or not; refuse a gap in them."""
     known = sorted(set(numbers))
     if known and known[-1] != len(known) - 1:
-        wrong = next(number for index, number in enumerate(known) if number != index)
-        raise ValueError(f"{owner}: its tensors name {what} {wrong}, and there are {len(known)}, counted from 0")
+        raise ValueError(f"{owner}: its tensors name {what} {known[-1]}, and there are {len(known)}, counted from 0")
     return len(known)
 
 
 def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:
     """Refuse tensors that a layout does not know, so that none is skipped silently."""
     if names := sorted(names):
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        are = "tensors are" if len(names) > 1 else "tensor is"
-        raise ValueError(f"{owner}: {len(names)} {are} not known in this layout: {shown}")
+        raise ValueError(f"{owner}: {len(names)} tensors are not known in this layout: {', '.join(names[:5])}")
 
 
 def _read_npz(file: Path) -> Tensors:

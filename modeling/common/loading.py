@@ -114,9 +114,7 @@ class StrictLoadingMixin(RemoteCodeMixin):
         """
         spread = kwargs.get("distributed_checkpoint", False)
         if state_dict is None and not spread and holds_shares(untyped(self)):
-            raise ValueError(
-                "state_dict=None: processes share this model's weights, which a trainer's save_model gathers"
-            )
+            raise ValueError("state_dict=None: processes share these weights, which a trainer's save_model gathers")
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
         config = self.config

@@ -247,10 +247,8 @@ def test_path_of_a_backbone_is_not_published(tmp_path, monkeypatch, name):
 
 
 def test_model_without_heads_is_refused():
-    with pytest.raises(TypeError, match="LlamaConfig.*`mtp_head`"):
+    with pytest.raises(TypeError, match="LlamaConfig"):
         render_card(LlamaConfig(), None)
-    with pytest.raises(TypeError, match="config_or_model"):
-        render_card("me/toy", None)
 
 
 def test_card_replaces_its_own_older_version(model, results, tmp_path):

@@ -29,6 +29,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.by_day("evabyte_ff", "heads", "tokenizer")
 @pytest.mark.core_cases("evabyte_ff")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, monkeypatch):
@@ -48,6 +49,7 @@ def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, 
     assert [path for path in (tmp_path / "new").rglob("*") if not path.is_dir()] == []
 
 
+@pytest.mark.by_day("evabyte_ff", "heads", "tokenizer")
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
     thing = made(kind)

@@ -41,11 +41,6 @@ def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[Pr
         source: Directory, or name on the Hub.
         dtype: Of the weights; `"auto"`: the checkpoint's.
         device: Where to; None: a GPU where there is one.
-
-    Raises:
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
-        ValueError: No causal language model, or a device that is not there.
     """
     device = usable_device(device)
     base = base_of(source) if has_adapters(source) else source
@@ -69,8 +64,7 @@ def load_backbone(
         **options: Of `from_pretrained`.
 
     Raises:
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
+        OSError: No such directory, or what the Hub cannot give.
         ValueError: A drafter without a backbone.
     """
     hub = hub_options(options)
@@ -100,8 +94,6 @@ def load_drafter(
         **options: Of `read_drafter`.
 
     Raises:
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
         ValueError: No such drafter, or one that learned with another backbone.
     """
     found = drafter_class(source) if _may_exist(source) else None
@@ -124,11 +116,7 @@ def _may_exist(source: str) -> bool:
 
 
 def load_config(source: str, option: str) -> PreTrainedConfig:
-    """Return the configuration of a directory or of a name on the Hub.
-
-    Raises:
-        OSError: No such directory, or what the Hub cannot give, also because it is offline.
-    """
+    """Return the configuration of a directory or of a name on the Hub; an OSError where there is none."""
     if not (finish(source).is_dir() or is_hub_name(source)):
         raise FileNotFoundError(f"{option} {source}: no such directory")
     try:
@@ -146,11 +134,7 @@ def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModel
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
-    """Return a device that holds numbers; for None, a GPU where there is one.
-
-    Raises:
-        ValueError: A device that is not there.
-    """
+    """Return a device that is there and holds numbers; for None, a GPU where there is one."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device).sum().item()  # "meta" holds no numbers, either

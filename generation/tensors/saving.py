@@ -56,8 +56,6 @@ def whole_directory(
 ) -> Iterator[Path]:
     """Yield a directory to write into, whose files are the new version of `target` once all of them are complete.
 
-    An exception, Ctrl-C, a kill or a full disk leaves `target` the old version (or absent) or the new one.
-
     Args:
         target: The directory; files of the same names are replaced, others stay.
         variant: As for `save_pretrained`: weights of an earlier save of this variant are removed, when others came.

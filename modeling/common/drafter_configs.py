@@ -47,12 +47,8 @@ def new_config(
 ) -> Config:
     """Return the configuration of a new drafter: the backbone's sizes and rope, unless `options` has others.
 
-    Args:
-        kind: Its class, below that of the layers, whose fields may be options, too.
-        owner: The drafter's class, for the message of an unknown option.
-        backbone: A causal language model.
-        options: Of `from_backbone`.
-        own: From the config of the backbone's text model to further fields of `kind`.
+    `options` are fields of `kind` or of the class of the layers above it; `own` makes further fields of the config of
+    the backbone's text model.
     """
     unknown = [name for name in options if name not in get_annotations(kind.__bases__[0])]
     check_options(unknown, kind, f"{owner}.from_backbone", _FROM_BACKBONE)
@@ -127,12 +123,8 @@ def verifier_fields(verifier: Fields) -> Fields:
 def speculators_fields(config: Any, kind: str, name: str, layers: Fields, tokens: int) -> Fields:
     """Return the fields that speculators' config.json has of every drafter.
 
-    Args:
-        config: The drafter's.
-        kind: `speculators_model_type`.
-        name: Of its class.
-        layers: The config of the layers.
-        tokens: That a proposal has.
+    `kind` is `speculators_model_type`, `name` that of its class, `layers` the config of the layers, `tokens` the length
+    of a proposal.
     """
     verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
     proposal = {

@@ -63,13 +63,7 @@ class ForeignLayoutsMixin(DraftModel):
 
     @classmethod
     def load_stored(cls, name: str | PathLike, fields: Fields, kwargs: Kwargs) -> Any:
-        """Return the drafter in a directory or repository.
-
-        Args:
-            name: Of the directory or repository.
-            fields: See `read_foreign`.
-            kwargs: Of `from_pretrained`, and `ignore_fields`.
-        """
+        """Return the drafter in a directory or repository; `fields` as for `read_foreign`."""
         wants_info, ignored = kwargs.pop("output_loading_info", False), kwargs.pop("ignore_fields", None) or ()
         config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs, ignored)
         if state is not None:

@@ -55,10 +55,7 @@ def check_options(
 ) -> None:
     """Refuse options that are no fields of a configuration, which would store a misspelt one without any effect.
 
-    `owner` is the method that takes them, for the message; it sets the fields in `without` itself.
-
-    Raises:
-        TypeError: An unknown option.
+    `owner` is the method that takes them; it sets the fields in `without` itself.
     """
     known = [name for name in get_annotations(config_class) if name not in set(without)]
     for name in options:
@@ -69,11 +66,7 @@ def check_options(
 def check_values(
     options: object, choices: Mapping[str, Collection[object]], ranges: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse fields outside their `choices`, or intervals such as `"[0, 1)"`; a default of None passes.
-
-    Raises:
-        ValueError: A value out of range, by the name of its field.
-    """
+    """Refuse fields outside their `choices`, or intervals such as `"[0, 1)"`; a default of None passes."""
     for name, allowed in {**choices, **(ranges or {})}.items():
         value = getattr(options, name)
         if value is None and getattr(type(options), name, 0) is None:
@@ -90,11 +83,7 @@ def check_values(
 
 
 def refuse(refusals: Iterable[tuple[object, str]]) -> None:
-    """Raise the message of the first pair whose condition holds.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Raise a ValueError with the message of the first pair whose condition holds."""
     for refused, message in refusals:
         if refused:
             raise ValueError(message)
@@ -107,21 +96,17 @@ drafter."""
 
 
 def check_counts(owner: object, fields: Mapping[str, Any], tensors: int) -> None:
-    """Refuse numbers of layers, heads, blocks and slots that a checkpoint cannot hold, before any of them is built.
+    """Refuse numbers of layers, heads, blocks and slots in a config.json that `tensors` tensors cannot hold.
 
-    Args:
-        owner: Where config.json is, for the message.
-        fields: Of config.json.
-        tensors: How many tensors there are.
-
-    Raises:
-        ValueError: Such a number, or a negative one, by the name of its field.
+    That is before any of them is built.
     """
     for name, value in fields.items():
         if isinstance(value, dict):
             check_counts(owner, value, tensors)
-        elif isinstance(value, int) and _COUNTS.fullmatch(name) and not 0 <= value <= tensors + _SHARED:
-            raise ValueError(f"{owner}: config.json has {name}={value}, but there are {tensors} tensors")
+        elif isinstance(value, int):
+            low, high = (0, tensors + _SHARED) if _COUNTS.fullmatch(name) else (-(2**62), 2**62)
+            if not low <= value <= high:
+                raise ValueError(f"{owner}: config.json has {name}={value}, but there are {tensors} tensors")
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:

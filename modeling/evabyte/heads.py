@@ -22,7 +22,7 @@ from ...configuration.evabyte import EvaByteConfig
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.masks import to_device
 from ...generation.tensors.shared_models import call
-from ...generation.tensors.tensor_files import below, warn_of_numbers
+from ...generation.tensors.tensor_files import below
 from ..common.backbone_parts import BackboneParts
 from ..heads.circuit_head import FFHead
 from ..heads.context import LeafContext, context_of, tables_of
@@ -166,7 +166,6 @@ def install_published(model: PreTrainedModel, folder: Path) -> None:
         if (own := getattr(model.config, name)) != value:
             raise ValueError(f"{folder}: {name} of its backbone is {value}, and this backbone has {own}")
     del fields["base_model_name_or_path"]
-    warn_of_numbers(folder, tensors.items())
     config = cast(EvaByteConfig, deepcopy(model.config))  # which also says how the layers attend
     config.mtp_head = MTPHeadConfig(**fields)
     config.validate()

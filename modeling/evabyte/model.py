@@ -22,7 +22,7 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS
+from ...generation.tensors.tensor_files import hub_options
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
@@ -108,7 +108,7 @@ class EvaByteForMTPC(
         if isinstance(kwargs.get("mtp_head"), dict):
             check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
         name = pretrained_model_name_or_path
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        hub = hub_options(kwargs)
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, kwargs.get("config"), **hub)
         config, kwargs = config_and_options(name, **kwargs)

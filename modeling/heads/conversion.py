@@ -22,7 +22,6 @@ from ...generation.tensors.tensor_files import (
     below,
     check_index,
     read_json,
-    warn_of_numbers,
     write_json,
 )
 from ...generation.tensors.wrapped_models import input_embeddings, untyped
@@ -55,7 +54,6 @@ def heads_from_official(
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYERS)}
     if adapters:
         found = with_backbone(folder, found, backbone)
-    warn_of_numbers(folder, (tensors | adapters).items())
     config = MTPHeadConfig(**(found | fields))
     what = f"{folder}: its tensors do not make {config.head_type!r} heads"
     is_circuit = FAMILIES[config.head_type].circuit is not None  # whose tensors are all there: nothing is drawn first

@@ -71,6 +71,7 @@ def test_heads_and_modules_are_trained_and_saved_beside_adapters(name, module, t
     assert same_texts(again.merge_and_unload(), expected)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("target", [["q_proj"], "all-linear"])
 @pytest.mark.parametrize("name", ["ptp_one_hot", "ptp_categorical"])
 def test_adapters_on_gated_adapters_are_refused(name, target):

@@ -81,9 +81,6 @@ class EagleNetwork(DraftModel):
     """The parameters of an EAGLE head, and its forward for rows, which drafting and training share.
 
     The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
-
-    Args:
-        config: See `EagleHeadConfig`.
     """
 
     config: EagleHeadConfig
@@ -130,14 +127,7 @@ class EagleNetwork(DraftModel):
         return self.embed_tokens if self.config.own_embeddings else None
 
     def fuse(self, hidden_states: States) -> Tensor:
-        """Return the features that `step` reads.
-
-        Args:
-            hidden_states: The backbone's; those that `hidden_layers` names are read.
-
-        Returns:
-            [B, T, d], on the head's device and in its dtype.
-        """
+        """Return the features [B, T, d] of the backbone's states that `hidden_layers` names, on the head's device."""
         wanted = [-1]
         if self.config.num_aux:
             is_mapping = isinstance(hidden_states, Mapping)
@@ -183,15 +173,18 @@ class EagleNetwork(DraftModel):
             logits_to_keep: Number of last rows whose logits are returned; 0: all.
 
         Returns:
-            The features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, -inf for tokens
-            that are not drafted.
+            Features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, or -inf.
         """
         features = self.rows(features, next_ids, position_ids, attention_mask, past_key_values)
         logits = self.draft_logits(features[:, -logits_to_keep:])
-        if logits.shape[-1] == self.config.vocab_size:
-            return features, logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)  # [B, R, V]
-        return features, full.index_copy_(-1, self.draft_ids, logits)
+        return features, self.spread(logits)
+
+    def spread(self, columns: Tensor) -> Tensor:
+        """Return values [.., V] of all tokens from those of drafted ones [.., Vd]; others have -inf."""
+        if columns.shape[-1] == self.config.vocab_size:
+            return columns
+        full = columns.new_full((*columns.shape[:-1], self.config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, self.draft_ids, columns)
 
     def rows(
         self,

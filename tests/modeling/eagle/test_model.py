@@ -1,7 +1,5 @@
 """The architecture against the official code's numbers, and what a head asks of its backbone."""
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -198,11 +196,6 @@ def test_draft_ids_choose_the_unembedding():
             EagleHead.from_backbone(base, draft_ids=torch.tensor(wrong))
 
 
-def test_a_misspelt_option_is_refused():
-    with pytest.raises(TypeError, match="EagleHead.from_backbone.*'norm_outputs'"):
-        EagleHead.from_backbone(tiny_backbone(), norm_outputs=True)
-
-
 def test_it_follows_its_backbone_and_leaves_it_alone():
     base = tiny_backbone().to(torch.bfloat16)
     before, attributes = {name: t.clone() for name, t in base.state_dict().items()}, set(vars(base))
@@ -294,19 +287,6 @@ def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name():
             head.attach(base)
 
 
-def test_a_copy_is_detached_and_equal():
-    head = EagleHead.from_backbone(tiny_backbone())
-    for again in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-        assert not again.is_attached and head.is_attached
-        assert all(torch.equal(value, head.state_dict()[name]) for name, value in again.state_dict().items())
-
-
-def test_its_config_is_found_by_name(tmp_path):
-    EagleHeadConfig(aux_layers=[1, 2], loss_options={"steps": 3}).save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert isinstance(config, EagleHeadConfig) and config.num_aux == 2 and config.loss_options.changed() == {"steps": 3}
-
-
 def mistral():
     """A model of another kind, and of the sizes of `tiny_backbone`."""
     return tiny_backbone(config_class=MistralConfig)
@@ -335,22 +315,6 @@ def test_a_head_of_another_kind_of_backbone_warns_and_drafts(layout, said, tmp_p
     plain = other.generate(IDS, max_new_tokens=8, do_sample=False)
     assert torch.equal(other.generate(IDS, max_new_tokens=8, do_sample=False, assistant_model=head), plain)
     assert len(said) == 1
-
-
-def test_a_head_does_not_warn_of_its_own_kind_or_where_nothing_is_known(said, tmp_path):
-    head = EagleHead.from_backbone(tiny_backbone())
-    head.detach().attach(tiny_backbone())
-    head.detach().config.base_model_type = None
-    head.attach(mistral())
-    head.save_pretrained(tmp_path)  # what nobody knew is known now
-    again = EagleHead.from_pretrained(tmp_path)
-    assert again.config.base_model_type == "mistral"
-    again.attach(mistral())
-    again.detach().config.base_model_type = "llama"  # but the backbone is the one that it names
-    other = mistral()
-    other.config.name_or_path = again.config.base_model_name_or_path = "some/where"
-    again.attach(other)
-    assert not said
 
 
 @pytest.mark.by_day("EAGLE-1-dtype0", "EAGLE-3-dtype1")

@@ -13,6 +13,9 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
+Raw = Mapping[str, Any]
+"""The fields of a config.json."""
+
 
 def names(text: str) -> frozenset[str]:
     """Return the names in a text, apart by spaces, in which tables of fields are written."""
@@ -96,7 +99,7 @@ class FieldTable:
     layout: str
     read: Mapping[str, Collection[str]]
     known: Mapping[str, Collection[str]] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def with_copies(self, is_scaled: bool) -> FieldTable:
         """Return the table of DeepSpec's, with fields of its target; those of its rope only where its own is plain."""
@@ -105,7 +108,7 @@ class FieldTable:
         known = {"": top.union(self.known.get("", ()))} | dict.fromkeys(ROPE_LEVELS, of_rope)
         return replace(self, layout="deepspec", known={**self.known, **known})
 
-    def unread(self, raw: Mapping[str, Any], level: str = "") -> Iterator[tuple[str, Any]]:
+    def unread(self, raw: Raw, level: str = "") -> Iterator[tuple[str, Any]]:
         """Yield the dotted paths and values of fields that are neither read nor known to change nothing."""
         levels, known = {*self.read, *self.known}, [*CHANGES_NOTHING, *self.known.get(level, ())]
         for name, value in raw.items():
@@ -123,7 +126,9 @@ class FieldTable:
 
 
 def speculators_table(
-    own: Collection[str], layers: Collection[str] = LAYERS, only: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    own: Collection[str],
+    layers: Collection[str] = LAYERS,
+    only: Mapping[str, tuple[object, ...]] = MappingProxyType({}),
 ) -> FieldTable:
     """Return the fields of a drafter of speculators: its own, and those of its layers."""
     layer, engine = "transformer_layer_config", "speculators_config"
@@ -151,7 +156,7 @@ def is_same(value: object, other: object) -> bool:
 
 
 def refuse_unread(
-    owner: object, raw: Mapping[str, Any], table: FieldTable, ignored: Sequence[str] = (), source: str = "config.json"
+    owner: object, raw: Raw, table: FieldTable, ignored: Sequence[str] = (), source: str = "config.json"
 ) -> None:
     """Refuse a foreign config with a field that is neither read nor known to change nothing.
 
@@ -175,17 +180,15 @@ def refuse_unread(
         )
 
 
-def stated(raw: Mapping[str, Any], path: str) -> Any:
+def stated(raw: Raw, path: str) -> Any:
     """Return the field at a dotted path; None where there is none."""
-    value: Any = raw
+    value: object = raw
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def agreed(
-    owner: object, raw: Mapping[str, Any], *paths: str, meanings: Mapping[str, Callable[[Any], Any]] | None = None
-) -> Any:
+def agreed(owner: object, raw: Raw, *paths: str, meanings: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
     """Return what several fields say, which are names of one thing; None: none of them says anything.
 
     Args:
@@ -215,7 +218,7 @@ def agreed(
     return found.get(first)
 
 
-def settled(owner: object, name: str, said: Any, shown: Any) -> Any:
+def settled(owner: object, name: str, said: object, shown: object) -> Any:
     """Return what a config says, or else what the tensors show, and refuse a contradiction; null says nothing."""
     if said is not None and shown is not None and not is_same(said, shown):
         raise ValueError(f"{owner}: config.json says {name}={said!r}, and the tensors show {shown!r}")

@@ -58,7 +58,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
     """Every sequence has its number of blocks, so that trainers do not join rows."""
     recomputes = False
     """Whether training computes rows of blocks again in backward (activation checkpointing)."""
-    loss_options: BlockLossOptions
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__(config)

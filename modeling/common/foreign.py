@@ -73,8 +73,9 @@ class ForeignLayoutsMixin(DraftModel):
             if "lm_head" in self._modules:
                 unembedding = weight_of(output_embeddings(backbone), self.lm_head.weight)
                 self.lm_head.weight.copy_(unembedding[self.draft_ids.to(unembedding.device)])
-            if "embed_tokens" in self._modules:
-                self.embed_tokens.weight.copy_(input_embeddings(backbone).weight)
+            table = input_embeddings(backbone).weight
+            if "embed_tokens" in self._modules and self.embed_tokens.weight.shape == table.shape:
+                self.embed_tokens.weight.copy_(table)
         return self
 
     @classmethod

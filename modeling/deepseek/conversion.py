@@ -69,7 +69,13 @@ def check_checkpoint(
     """Return the configuration to load with, and whether modules repeat the main model's embeddings and head."""
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
     dtypes = tensor_dtypes(name, variant, **hub)
-    _check_scales(name, dtypes, config)
+    # float8 codes without scales would load as weights that are hundreds of times too large
+    codes = [key for key, each in dtypes.items() if each.startswith(("F8_E4M3", "F8_E5M2")) and key.endswith(".weight")]
+    if codes and field(config, "quantization_config") is None:
+        raise ValueError(f"{name}: {codes[0]} is stored as float8, but config.json has no quantization_config")
+    stems = [key.removesuffix("weight") for key in codes]
+    if bare := [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]:
+        raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
     if reason := wrapped_names(dtypes):
         raise ValueError(f"{name}: {reason}")
     if inference_only:
@@ -96,18 +102,6 @@ def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
     while (prefixes := tuple(family.prefixes(layers, count))) and any(name.startswith(prefixes) for name in names):
         count += 1
     return count
-
-
-def _check_scales(name: str | PathLike, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
-    """Refuse float8 codes without scales: they would load as weights that are hundreds of times too large."""
-    codes = [key for key, dtype in dtypes.items() if dtype.startswith(("F8_E4M3", "F8_E5M2"))]
-    codes = [key for key in codes if key.endswith(".weight")]
-    if codes and field(config, "quantization_config") is None:
-        raise ValueError(f"{name}: {codes[0]} is stored as float8, but config.json has no quantization_config")
-    stems = [key.removesuffix("weight") for key in codes]
-    bare = [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]
-    if bare:
-        raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
 
 
 def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:

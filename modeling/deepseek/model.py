@@ -322,7 +322,7 @@ class DeepSeekMTP(
             raise ValueError(f"inputs_embeds: modules of model_type={kind!r} have their own: pass input_ids")
         return self.mtp.embed_tokens(input_ids)
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Embedding:
         """Resize the main model's embeddings and its head, which all parts share."""
         family, kind = family_of(self.main.config), self.main.config.model_type
         if (family.own_heads or family.own_embeddings) and self.mtp.count:
@@ -335,14 +335,14 @@ class DeepSeekMTP(
         return self.main.get_decoder()
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+        self, input_ids: Tensor, *args: object, inputs_embeds: Tensor | None = None, **kwargs: object
     ) -> Kwargs:
         """Return the main model's inputs; teacher-forced logits are off."""
         prepare = untyped(self.main).prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"output_mtp_logits": False}
 
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor | None:
+    def _prepare_position_ids_for_generation(self, *args: object, **kwargs: object) -> Tensor | None:
         """Return the main model's positions, which may be three with images; None where it ignores them."""
         if family_of(self.main.config).counts_columns:
             return None

@@ -83,7 +83,10 @@ class MTPModule(GradientCheckpointingLayer):
         device = next(self.eh_proj.parameters()).device  # a device map may put modules on another one
         if device.type != "meta":  # accelerate's hooks move the inputs of offloaded weights
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
-        self._check_dtype(hidden_states)
+        dtype = next(self.eh_proj.parameters()).dtype
+        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
+        if is_plain and dtype != hidden_states.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+            raise ValueError(f"modules of {dtype} read {hidden_states.dtype}: use mtp.to(...), or bf16=True")
         if earlier is None and not hidden_states.shape[1]:
             return hidden_states  # not every family's norm takes nothing
         split = hidden_states.unflatten(-1, (self.streams, -1)) if self.streams > 1 else hidden_states  # [B, R, N, H]
@@ -103,12 +106,6 @@ class MTPModule(GradientCheckpointingLayer):
 
     def _handed_on(self, states: Tensor) -> Tensor:
         return states if self.early else self.norm(states)
-
-    def _check_dtype(self, states: Tensor) -> None:
-        dtype = next(self.eh_proj.parameters()).dtype
-        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
-        if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
-            raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
 
     def run(self, states: Tensor, **options: object) -> Tensor:
         """Run the block alone, [B, R, H] to [B, R, H]; streams lie side by side, [B, R, N H]."""

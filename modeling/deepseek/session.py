@@ -23,7 +23,7 @@ module before. A level of nodes that meets a module for the first time brings al
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +50,6 @@ from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, grow, most_nodes
 from ..common.backbone_parts import part_logits
 
-if TYPE_CHECKING:
-    from .model import DeepSeekMTP
-
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""
 _TREE_KINDS = ("full_attention", "sliding_attention")
@@ -65,7 +62,7 @@ class ModuleSession(DraftSession):
     hidden_layers = -1
     supports_confidence_threshold = True
 
-    def __init__(self, model: DeepSeekMTP, options: DraftOptions) -> None:
+    def __init__(self, model: Any, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)

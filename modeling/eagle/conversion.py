@@ -241,7 +241,10 @@ def foreign_head(
     for key, value in (shown | _implied(stated, shapes, version)).items():
         if key != "num_hidden_layers" or (counts_layers and layout.counts_layers):
             settled(name, key, (layers | flags).get(key), value)
-    _refuse_windows(name, layers, shown["num_hidden_layers"])
+    kinds, window = layers.get("layer_types"), layers.get("sliding_window")
+    others = {*(kinds or ())[: shown["num_hidden_layers"]]} - {"full_attention"}
+    if others or (not kinds and window is not None and layers.get("use_sliding_window")):
+        raise ValueError(f"{name}: layer_types={kinds} with sliding_window={window}: heads attend to all rows here")
     values: Fields = shown | stated | {"rope_parameters": _rope(name, layers, layout)}
     values |= {key: flag for key, flag in flags.items() if flag is not None and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
@@ -302,17 +305,6 @@ def _implied(stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -
         return {"bias": "fc.bias" in shapes} | dict.fromkeys(FLAGS[:-1], False)
     count = fc[-1] // (stated.get("target_hidden_size") or stated["hidden_size"]) if fc else 0
     return {"use_aux_hidden_state": fc is not None, "num_aux_hidden_states": count, "num_aux_layers": count}
-
-
-def _refuse_windows(name: object, layers: Fields, count: int) -> None:
-    """Refuse layers with a window: all rows are read."""
-    kinds, window = layers.get("layer_types"), layers.get("sliding_window")
-    others = [kind for kind in (kinds or ())[:count] if kind != "full_attention"]
-    if others or (not kinds and window is not None and layers.get("use_sliding_window")):
-        raise ValueError(
-            f"{name}: layer_types={kinds} with sliding_window={window}: layers of EAGLE heads attend to all rows here, "
-            "and these learned to see some"
-        )
 
 
 def _rope(name: object, layers: Fields, layout: EagleLayout) -> Fields:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -142,7 +143,7 @@ def eagle_loss(
         width = options.noise * 512 / batch.lengths[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     counts = counts_per_step(batch, options)
-    weights = _step_weights(counts if num_items is None else num_items, options, features)
+    weights = step_weights(counts if num_items is None else num_items, options, features)
     if head.training and head.config.mask_token_id is not None:
         batch, every = _thinned(batch, options), counts
         counts = counts_per_step(batch, options)
@@ -162,12 +163,7 @@ def _thinned(batch: TrainingBatch, options: ResolvedEagleOptions) -> TrainingBat
     return replace(batch, kept=chance < shares.clamp(min=options.least_kept)[:, None])
 
 
-def pooled_loss(sums: Tensor, counts: Tensor, options: ResolvedEagleOptions) -> Tensor:
-    """Return the loss of data from summed terms and rows with targets, [steps] each."""
-    return (sums * _step_weights(counts, options, sums)).sum()
-
-
-def _step_weights(counts: Tensor, options: ResolvedEagleOptions, like: Tensor) -> Tensor:
+def step_weights(counts: Tensor, options: ResolvedEagleOptions, like: Tensor) -> Tensor:
     """Return the factors of the summed terms of all steps in the loss, [steps], at least float32; counts [steps]."""
     dtype, is_block = torch.promote_types(like.dtype, torch.float32), options.divergence == "block"
     counts = counts.to(like.device, dtype)
@@ -367,7 +363,6 @@ class Steps:
         of_documents = torch.where(self.first, places, 0).cummax(1).values  # [B, rows]
         self.lowest: list[int] = of_documents.amin(0).tolist()
         """The first column that any sequence's row sees, by row."""
-        self.summaries = draft_summaries(head, batch)
         self.columns = draft_columns(head, batch.labels)  # [B, L]
         self.has_products = has_products(head, options)
         self.repeats_first = options.objective == "hass"
@@ -376,6 +371,11 @@ class Steps:
         shares = self.weights / self.scale.clamp(min=torch.finfo(weights.dtype).tiny)
         again = shares.flip(0).cumsum(0).flip(0) - shares if self.repeats_first else torch.zeros_like(shares)
         self.shares = torch.stack([shares, again], 1)  # [S, 2]: of every row, and besides of first rows
+
+    @cached_property
+    def summaries(self) -> Tensor:
+        """What `draft_summaries` returns."""
+        return draft_summaries(self.head, self.batch)
 
     @property
     def size(self) -> int:

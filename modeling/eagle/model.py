@@ -6,13 +6,13 @@ EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840, HASS: 2408.15766.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.loss_options import EagleLossOptions, ResolvedEagleOptions
@@ -36,7 +36,7 @@ from .conversion import (
     resolved_aux_layers,
     warn_of_misfit,
 )
-from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
+from .losses import Steps, TrainingBatch, counts_per_step, eagle_loss, step_weights
 from .modules import EagleNetwork
 from .session import EagleSession
 
@@ -96,7 +96,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         return head._begun(backbone, draft_ids)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
-        """Do nothing: the loss always recomputes its steps in backward."""
+        """Do nothing: the loss keeps no activations of its steps."""
 
     def made_for(self) -> Mapping[str, object]:
         return {"hidden_size": self.config.target_hidden_size, "vocab_size": self.config.vocab_size}
@@ -180,12 +180,12 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         return foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), ignored, **fields)
 
     def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
-        check_layout(self.config, layout)
         embeddings = input_embeddings(self.backbone).weight if self.is_attached else None
         fields = layout_config(self.config, layout, self.dtype)
         return fields, layout_tensors(self.config, layout, state, embeddings)
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
+        check_layout(self.config, layout)
         super().export(folder, layout)
 
     def export_to(self, engine: str, folder: Path) -> Fields:
@@ -238,26 +238,18 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
 
         return DraftDistributions(draft, self.backbone_logits, hidden[-1])
 
-    def _unrolled(self, features: Tensor, batch: TrainingBatch, steps: int) -> list[Tensor]:
+    def _unrolled(self, features: Tensor, batch: TrainingBatch, length: int) -> list[Tensor]:
         """Return the outputs of steps 0, 1, ..., [B, R, d] each; a row sees step 0 up to its column, and itself."""
-        rows, cache, states = batch.num_rows, DynamicCache(), []
-        if not rows:
-            return [features[:, :0]] * steps
-        mask = batch.visible(0, rows)
-        own = torch.eye(rows, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)  # [B, 1, R, R]
-        features = features[:, :rows]  # [B, R, d]
-        for step in range(steps):
-            ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)  # [B, R]
-            if step and self.config.mask_token_id is not None:
-                features, ids = self.masked(len(features), rows)
-            features = self.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)  # [B, R, d]
-            states.append(features)
-            mask = torch.cat([mask, own], dim=-1)  # [B, 1, R, (step + 2) R]
-        return states
+        if not batch.num_rows:
+            return [features[:, :0]] * length
+        options = replace(self._loss_options(), steps=length)
+        steps = Steps(self, batch, options, features.new_ones(length), features, [])
+        first, columns = steps.first_step(features[:, : batch.num_rows])
+        return [first, *steps.later_steps(first, 0, columns)]
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data from sums per step, [steps] each."""
-        return pooled_loss(sums, counts, self._loss_options())
+        return (sums * step_weights(counts, self._loss_options(), sums)).sum()
 
     def _loss_options(self) -> ResolvedEagleOptions:
         return self.loss_options.resolved(self.config.version)

@@ -35,30 +35,17 @@ from ..common.learning import DraftModel, States
 from .conversion import resolved_aux_layers
 
 
-def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
-    """Return Llama's or (with `qk_norm`) Qwen3's attention over states [.., width]; its output has no bias."""
-    attention = Qwen3Attention(untyped(config), index) if config.qk_norm else LlamaAttention(config, index)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        rows = getattr(attention, name).out_features
-        setattr(attention, name, nn.Linear(width, rows, bias=config.attention_bias))
-    attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
-    return attention
-
-
 class EagleLayer(LlamaDecoderLayer):
-    """A Llama layer with the head's attention, whose input has `width` (d by default)."""
+    """A Llama layer whose attention is Llama's or (with `qk_norm`) Qwen3's over states [.., width] (d by default)."""
 
     def __init__(self, config: EagleHeadConfig, index: int, width: int | None = None) -> None:
         super().__init__(config, index)
-        self.self_attn = build_attention(config, index, width or config.hidden_size)
-
-
-class MergedLayer(EagleLayer):
-    """The first layer of version 1: its attention reads fc [e(x_{t+1}); f_t] without a norm."""
-
-    def __init__(self, config: EagleHeadConfig) -> None:
-        super().__init__(config, 0)
-        self.input_layernorm = nn.Identity()
+        attention = Qwen3Attention(untyped(config), index) if config.qk_norm else LlamaAttention(config, index)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(attention, name).out_features
+            setattr(attention, name, nn.Linear(width or config.hidden_size, rows, bias=config.attention_bias))
+        attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
+        self.self_attn = attention
 
 
 class FusingLayer(EagleLayer):
@@ -93,7 +80,9 @@ class EagleNetwork(DraftModel):
         width = config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
-        first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
+        first = FusingLayer(config) if config.version == 3 else EagleLayer(config, 0)
+        if config.version == 1:  # it reads fc [e(x_{t+1}); f_t] without a norm
+            first.input_layernorm = nn.Identity()
         later = (EagleLayer(config, index) for index in range(1, config.num_hidden_layers))
         self.layers = nn.ModuleList([first, *later])
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})

@@ -33,6 +33,7 @@ def rows():
     return left_padded([torch.randint(1, 128, (length,), generator=generator) for length in (12, 3, 30, 7)])
 
 
+@pytest.mark.by_day("0.3")
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 def test_greedy_text_is_the_same_and_drafts_stay_inside(model, threshold):
     plain = model.generate(**rows(), use_mtp=False, **GREEDY).sequences
@@ -50,6 +51,7 @@ def test_greedy_text_is_the_same_and_drafts_stay_inside(model, threshold):
     assert set().union(*out.speculation.rows_accepted) >= {0, 1}
 
 
+@pytest.mark.by_day("block")
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_target(model, rule):
     """The most likely outcomes need tokens that cannot be drafted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import get_annotations
 from typing import Any, TypeVar
 
@@ -59,10 +59,13 @@ def new_config(
 
 
 def check_kind(backbone: PreTrainedModel) -> None:
-    """Refuse a backbone with several hidden states per layer (Gemma 3n), which MTPHeads read."""
+    """Refuse a backbone without one hidden state per layer (Gemma 3n), attention and computed positions."""
     text, name = backbone.config.get_text_config(), type(backbone).__name__
     if field(text, "altup_num_inputs", default=1) > 1:
         raise ValueError(f"{name}: altup_num_inputs={text.altup_num_inputs}; a drafter here reads one state per layer")
+    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    if missing := [each for each in needed if field(text, each) is None]:
+        raise ValueError(f"{name}: its config has no {', '.join(missing)}, as EAGLE heads need; MTPHeads fit any")
 
 
 def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
@@ -93,6 +96,13 @@ def _of_all_layers(rope: Fields) -> Fields:
     """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
     nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
     return next((each for each in nested if isinstance(each, dict)), rope)
+
+
+def with_prefixes(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """Return a tensor's name with the beginnings that a layout renames, theirs and ours, one rename after the other."""
+    for theirs, ours in renames:
+        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name
 
 
 def check_columns(owner: object, columns: int, layers: Sequence[int | None], width: int, option: str) -> None:

@@ -75,13 +75,16 @@ def test_a_flag_leaves_the_word_after_it_alone():
         (["demo", "--seconds", "nan"], "--seconds: 'nan' must be a number above 0"),
         (["demo", "--seed", str(2**32)], "--seed: '4294967296' must be a whole number from 0"),
         (["generate", "x"], "required: --model"),
-        (["generate", "--model", "m", "x", "y"], "unrecognized arguments: y; a prompt of several words needs quotes"),
-        (["generate", "--model", "m", "--nope"], "unrecognized arguments: --nope; "),
+        (["generate", "--model", "m", "x", "y"], "unrecognized arguments: y"),
+        (["generate", "--model", "m", "--nope"], "unrecognized arguments: --nope"),
         (["generate", "--model", "m", "x", "--heads", "h", "--plain"], "--plain: not allowed with argument --heads"),
         (["generate", "--model", "m", "x", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
         (["demo", "x"], "unrecognized arguments: x"),
-        (["generate", "--model", "m", "x", "--max-new-tokens", "1.5"], "'1.5' must be a whole number of at least 1"),
-        (["generate", "--model", "m", "x", "--temperature", "-0.1"], "--temperature: '-0.1' must be a number at least"),
+        (["generate", "--model", "m", "x", "--max-new-tokens", "1.5"], "'1.5' must be a whole number from 1"),
+        (
+            ["generate", "--model", "m", "x", "--temperature", "-0.1"],
+            "'-0.1' must be a number of at least",
+        ),
         (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
         (["dance"], "'dance'"),
         ([], "{demo,generate,bench,doctor,verify,card,train,regenerate,features,lm-eval}"),
@@ -100,7 +103,7 @@ class Terminal(io.StringIO):
 def test_a_missing_prompt_is_named_where_nobody_pipes_one_in(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal())
     code, line = error_of(capsys, "generate", "--model", "m")
-    assert code == 2 and "a prompt is required" in line
+    assert code == 1 and "a prompt is required" in line
 
 
 @pytest.mark.parametrize(

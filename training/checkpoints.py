@@ -1,4 +1,4 @@
-"""Checks of checkpoints: whether they are whole, finished, and of which model."""
+"""Checks of checkpoints: whether they are whole, and of which model."""
 
 from __future__ import annotations
 
@@ -114,20 +114,6 @@ def _checksums(directory: Path) -> dict[str, str]:
                 digest.update(chunk)
         checksums[file.relative_to(directory).as_posix()] = digest.hexdigest()
     return checksums
-
-
-def is_finished(checkpoint: str | PathLike | None, max_steps: int) -> bool:
-    """Return whether all steps are done, with a warning. `Trainer` would do one more each time that it is resumed."""
-    if checkpoint is None or max_steps < 1 or _state(Path(checkpoint)).get("global_step", 0) < max_steps:
-        return False
-    warnings.warn(f"{checkpoint} has done all of max_steps={max_steps}: nothing is left to train", stacklevel=2)
-    return True
-
-
-def best_or_last(checkpoint: str | PathLike, wants_best: bool) -> str:
-    """Return the checkpoint with the final weights of a finished training."""
-    best = _state(Path(checkpoint)).get("best_model_checkpoint") if wants_best else None
-    return best if best and Path(best).is_dir() else str(checkpoint)
 
 
 def _step(checkpoint: Path) -> str:

@@ -115,6 +115,8 @@ class RowReader:
         given, is_padded = [name for name in named if name in found], "attention_mask" in found
         if named and not given:
             raise ValueError(f"{self.what} has no {named[0]}, and another has: say in each what is scored")
+        if "labels" in found and len(found["labels"]) != (count := len(found["input_ids"])):
+            raise ValueError(f"{self.what} has {count} input_ids and {len(found['labels'])} labels: every id needs one")
         if "input_ids" not in found or not (is_padded or {*given} & {*MASKS}):
             return found
         ids = torch.as_tensor(found["input_ids"])

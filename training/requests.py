@@ -25,34 +25,27 @@ _METHODS = (
 )
 
 
-def number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+def number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
     """Return a parser of finite numbers for which `holds` is true."""
 
     def read(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and holds(value)):
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number {rule}")
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {rule}")
         return value
 
     return read
 
 
-def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+def whole(least: int, most: float = math.inf) -> Callable[[str], float]:
     """Return a parser of whole numbers from `least` to `most`."""
-    wanted = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number {wanted}")
-        return int(text)
-
-    return read
+    return number(int, f"whole number from {least} to {most:g}", lambda x: least <= x <= most)
 
 
-SECONDS, SEED = number("above 0", lambda x: x > 0), whole(0, 2**32 - 1)
+SECONDS, SEED = number(float, "number above 0", lambda x: x > 0), whole(0, 2**32 - 1)
 
 
 def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
@@ -105,9 +98,7 @@ class NamesDrafter:
 
     def __post_init__(self) -> None:
         if self.heads and self.drafter:
-            raise ValueError(
-                f"argument --heads: not allowed with argument --drafter ({self.drafter}): name one drafter"
-            )
+            raise ValueError(f"argument --heads: not allowed with argument --drafter ({self.drafter})")
 
     def method(self) -> str | None:
         """Return what drafts, as a method of `tokenahead bench`."""
@@ -136,11 +127,6 @@ class DemoRequest(NamesDrafter):
     prompts: Path | None = option(
         None, "file of prompts for --model, as `tokenahead bench` takes it; eight requests if left out", metavar="FILE"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompts and (self.web is not None or not self.model):
-            raise ValueError("--prompts needs a --model that answers them, in the terminal: leave out --web")
 
 
 @dataclass(frozen=True)
@@ -177,11 +163,13 @@ class GenerateRequest(NamesDrafter):
     dtype: str = option("auto", **OF_WEIGHTS)
     device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
     temperature: float | None = option(
-        None, "sample; 0: greedy, as without any of these three", read=number("at least 0", lambda x: x >= 0)
+        None,
+        "sample; 0: greedy, as without any of these three",
+        read=number(float, "number of at least 0", lambda x: x >= 0),
     )
     top_k: int | None = option(None, "sample from the k most probable tokens (0: from all)", read=whole(0))
     top_p: float | None = option(
-        None, "sample from the nucleus", read=number("above 0 and at most 1", lambda x: 0 < x <= 1)
+        None, "sample from the nucleus", read=number(float, "number above 0 and at most 1", lambda x: 0 < x <= 1)
     )
     seed: int = option(0, "of the samples (%(default)s)", read=SEED)
     max_new_tokens: int = option(256, "%(default)s if left out", read=whole(1))

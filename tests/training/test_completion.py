@@ -79,7 +79,7 @@ def test_the_prompt_may_come_through_a_pipe(capsys, monkeypatch, folder):
 def test_bytes_that_are_no_utf8_are_named(capsys, monkeypatch, folder):
     pipe(monkeypatch, b"a \xff")
     code, line = error_of(capsys, "generate", "--model", folder)
-    assert code == 1 and "UTF-8" in line and "0xff" in line
+    assert code == 1 and "0xff" in line
 
 
 def test_json_is_one_object_with_text_and_statistics(capsys, folder):

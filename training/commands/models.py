@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +38,6 @@ from ..loading import (
     load_backbone,
     load_config,
     load_drafter,
-    named_base,
     tokenizer_source,
     trained_backbone,
 )
@@ -204,22 +202,16 @@ def with_moved_backbone(settings: Settings) -> Settings:
     `model_name_or_path` may name that backbone, or the one that it was trained from, or nothing. Adapters are put on
     any backbone that is named, for a directory may have been moved.
     """
-    heads, named = settings.drafter.source, settings.model.model_name_or_path
+    heads, name = settings.drafter.source, settings.model.model_name_or_path
     trained = trained_backbone(heads) if heads else None
     if heads is None or trained is None:
         return settings
-    named = None if _is_same(named, trained) else named
-    backbone, adapters = str(trained), None
+    is_other, adapters = name is not None and not _is_same(name, trained), None
     if has_adapters(trained):
-        if named is not None and not _is_same(named, before := named_base(trained)):
-            warnings.warn(f"the adapters of {trained} were trained for {before}, and are put on {named}", stacklevel=2)
-        backbone, adapters = named or base_of(trained), str(trained)
-    elif named is not None and not _is_same(named, load_config(heads, "drafter").base_model_name_or_path):
-        raise ValueError(
-            f"model_name_or_path={named}: the backbone of {heads} learned with these heads; name {trained}, or leave "
-            "model_name_or_path out"
-        )
-    return replace(settings, model=replace(settings.model, model_name_or_path=backbone), adapters=adapters)
+        name, adapters = name if is_other else base_of(trained), str(trained)
+    elif not is_other or _is_same(name, load_config(heads, "drafter").base_model_name_or_path):
+        name = str(trained)
+    return replace(settings, model=replace(settings.model, model_name_or_path=name), adapters=adapters)
 
 
 def note_backbone(trainee: Trainee, requested: Settings, settings: Settings) -> None:
@@ -331,7 +323,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
         return settings
     directory, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
-    rows = load_data(settings, False, vocab_size)["train"]
+    rows = load_data(settings, False)["train"]
     if not isinstance(directory, str) or not isinstance(rows, Dataset):
         raise ValueError(f"regenerate={settings.drafter.regenerate} needs folder=, and all rows: no stream")
     column = settings.training.dataset_text_field

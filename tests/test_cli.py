@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.every_model import llama
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__, cli
 from tokenahead.model_cards import DecodingResult, MeasuredResults
@@ -166,18 +165,6 @@ def test_a_path_is_said_once(capsys, folder, tmp_path):
     assert code == 1 and f"--heads {heads}: the checkpoint lacks 1 tensor of MTPHeads: {lost}\n" in captured.err
 
 
-def test_a_device_that_is_not_there(capsys, folder, device="cuda:77"):
-    code, line = error_of(capsys, "generate", "--model", folder, "--device", device, "x")
-    assert code == 1 and f"--device {device}: PyTorch cannot use it here" in line
-
-
-def test_a_card_of_a_plain_model(capsys, tmp_path):
-    llama().save_pretrained(tmp_path)
-    capsys.readouterr()  # the bar of saving
-    code, line = error_of(capsys, "card", tmp_path)
-    assert code == 1 and line.startswith(f"tokenahead card: {tmp_path}: LlamaConfig has no `mtp_head`")
-
-
 def test_weights_that_are_cut_short(capsys, folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
@@ -193,11 +180,6 @@ def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
     reason = "config.json: window_size=32 must be a multiple of chunk_size=5"
     assert code == 1 and line.startswith(f"tokenahead generate: {tmp_path}: {reason}")
-
-
-def test_a_prompt_that_is_too_long(capsys, folder):
-    code, line = error_of(capsys, "generate", "--model", folder, "x" * 2000)
-    assert code == 1 and "max_position_embeddings=1024" in line
 
 
 def test_ctrl_c_ends_without_a_traceback(capsys, monkeypatch):
@@ -227,23 +209,17 @@ def measured(identical: bool) -> MeasuredResults:
 def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch, tmp_path, identical, code):
     seen = {}
 
-    def run_demo(measurement, subject, output, overwrite):
+    def run_demo(measurement, subject, output):
         assert [method.name for method in subject.methods[:3]] == ["plain", "ff", "hmm 8"]
-        seen.update(measurement=measurement, output=output, overwrite=overwrite)
+        seen.update(measurement=measurement, output=output)
         return measured(identical)
 
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
     options = ("--seconds", "3", "--new-bytes", "9", "--batch-size", "2", "--seed", "5")
     assert run("demo", *options, "--output", tmp_path) == code
     wanted = Measurement(seconds=3.0, new_tokens=9, batch_size=2, seed=5)
-    assert seen == {"measurement": wanted, "output": tmp_path, "overwrite": False}
+    assert seen == {"measurement": wanted, "output": tmp_path}
     assert wanted.command(box_model()) == "tokenahead demo --seconds 3 --new-tokens 9 --seed 5 --batch-size 2"
-
-
-def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    code, line = error_of(capsys, "demo", "--output", tmp_path)
-    assert code == 1 and "--overwrite" in line
 
 
 def test_errors_show_no_escapes(capsys):
@@ -252,7 +228,7 @@ def test_errors_show_no_escapes(capsys):
         assert "\\x1b[31m\\u202e" in line and line.isprintable()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", ":٣"])
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", ":x"])
 def test_a_bad_address_is_one_line(capsys, address):
     code, line = error_of(capsys, "demo", "--web", address)
     assert code == 1 and "--web" in line

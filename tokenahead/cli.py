@@ -117,7 +117,7 @@ def _demo(request: DemoRequest) -> int:
     chosen = request.model, request.method(), request.prompts
     subject = named_model(*chosen, request.dtype) if any(chosen) else box_model(dtype=request.dtype)
     measurement = Measurement(request.seconds, request.new_tokens, request.batch_size, request.seed)
-    measured = run_demo(measurement, subject, request.output, request.overwrite)
+    measured = run_demo(measurement, subject, request.output)
     return 0 if all(row.is_lossless for row in measured.results) else 1
 
 

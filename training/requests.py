@@ -120,7 +120,6 @@ class DemoRequest(NamesDrafter):
     output: Path = option(Path("tokenahead-demo"), "directory of results (%(default)s)")
     # of a first text that does not repeat itself, greedily, as the small model's mostly do
     seed: int = option(13, "of prompts and samples (%(default)s)", read=SEED)
-    overwrite: bool = option(False, "write into a directory that no demo made")
     web: str | None = option(None, "serve a page instead (at 127.0.0.1)", nargs="?", const="", metavar="HOST:PORT")
     model: str | None = option(None, f"{NAME}; the model in the box if left out")
     dtype: str = option("auto", **OF_WEIGHTS)

@@ -26,7 +26,6 @@ from ...generation.tensors.shared_models import load_sharded
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
-from ...modeling.common.loading import with_article
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, is_row_wise, taken_columns
 from ..columns import PER_TOKEN, template_options
@@ -78,10 +77,7 @@ def build(settings: Settings) -> Trainee:
     if not source:
         raise ValueError("model_name_or_path is missing: a directory, or a name on the Hub")
     if has_adapters(source):
-        raise ValueError(
-            f"model_name_or_path={source} holds adapters of peft without the model that they were trained for: merge "
-            "them into it, and name the merged one"
-        )
+        raise ValueError(f"model_name_or_path={source} holds adapters of peft: merge them, and name the merged model")
     model = settings.model
     options: Kwargs = {
         "revision": model.model_revision,
@@ -129,10 +125,10 @@ def learning_parts(model: Any) -> list[torch.nn.Module]:
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(tokenizer_source(source))
-    except (OSError, ValueError) as error:
-        if not isinstance(backbone, EvaByteForMTPC):
-            raise ValueError(f"model_name_or_path={source} has no tokenizer that can be read: {error}") from error
-        return EvaByteTokenizer()  # bytes are bytes, also where a directory has none
+    except (OSError, ValueError):
+        if isinstance(backbone, EvaByteForMTPC):
+            return EvaByteTokenizer()  # bytes are bytes, also where a directory has none
+        raise
 
 
 def _drafter(arguments: DrafterArguments, backbone: Any) -> Any:
@@ -164,15 +160,10 @@ def _drafter_options(arguments: DrafterArguments) -> Kwargs:
 def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel, options: Kwargs) -> Any:
     kind = None if arguments.kind == "auto" else arguments.kind
     if odd := options.keys() - _OF_STORED:
-        raise ValueError(
-            f"drafter_options: {odd.pop()} is for a new drafter, and {name} exists already: leave one of them out, or "
-            f"choose of {', '.join(sorted(_OF_STORED))}, where its config.json does not name them"
-        )
+        raise ValueError(f"drafter_options: {odd.pop()} is for a new drafter; {name} takes {sorted(_OF_STORED)}")
     drafter = load_drafter(name, backbone, "drafter", kind, **options)
     if not drafter.is_apart or is_parallel(drafter):
-        raise ValueError(
-            f"drafter={arguments.drafter!r} holds {with_article(type(drafter).__name__)}: it is no drafter apart"
-        )
+        raise ValueError(f"drafter={arguments.drafter!r} holds a {type(drafter).__name__}: it is no drafter apart")
     return drafter
 
 
@@ -221,9 +212,8 @@ def note_backbone(trainee: Trainee, requested: Settings, settings: Settings) -> 
     is_frozen = settings.drafter.training_strategy().train == "drafter"
     if is_frozen and settings.adapters is not None:
         raise ValueError(
-            f"drafter={settings.drafter.drafter}: these heads learned with the adapters of "
-            f"{settings.adapters}, which heads alone would not save; set strategy: {{train: lora}}, or merge them into "
-            "the backbone, and name the merged one"
+            f"drafter={settings.drafter.drafter} learned with the adapters of {settings.adapters}, which heads alone "
+            "would not save: set strategy: {train: lora}, or merge them into the backbone"
         )
     # a backbone that learns is saved with the heads, and comes from the requested one
     name = (settings if is_frozen else requested).model.model_name_or_path
@@ -250,10 +240,7 @@ def draft_frequent_tokens(trainer: Trainer, trainee: Trainee, settings: Settings
         raise ValueError(f"draft_vocab_size={size}: a stream has no most frequent tokens, name them with draft_ids")
     batches = _Collated(rows, trainer.data_collator)
     scored = (batch["input_ids"][batch["labels"] != IGNORE].tolist() for batch in batches)
-    try:
-        ids = frequent_tokens(scored, size, trainee.tokenizer).tolist()
-    except ValueError as error:
-        raise ValueError(f"drafter_options: draft_vocab_{error}") from None
+    ids = frequent_tokens(scored, size, trainee.tokenizer).tolist()
     unused = sorted({*range(trainee.backbone.config.get_text_config().vocab_size)} - {*ids})
     options["draft_ids"] = ids + unused[: size - len(ids)]
     anew = type(trainee.model).from_backbone(trainee.backbone, **options).detach()

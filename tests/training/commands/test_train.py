@@ -279,7 +279,7 @@ def test_a_size_alone_is_refused_where_no_text_tells_the_tokens(settings_of):
     streamed = dict(dataset_streaming=True, test_split_size=None, eval_strategy="no")
     with pytest.raises(ValueError, match="draft_vocab_size=90.*draft_ids"):
         train(settings_of(drafter="heads", drafter_options={"draft_vocab_size": 90}, **streamed))
-    with pytest.raises(ValueError, match="draft_vocab_size=3 must be at least 84"):
+    with pytest.raises(ValueError, match="size=3 must be at least 84"):
         train(settings_of(drafter="heads", drafter_options={"draft_vocab_size": 3}))
 
 

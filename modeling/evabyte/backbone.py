@@ -30,7 +30,7 @@ from ...configuration.cache_names import CACHE, given_cache
 from ...configuration.evabyte import EvaByteConfig
 from ...generation.tensors.wrapped_models import untyped
 from ..common.loading import StrictLoadingMixin
-from ..heads.registry import init_head
+from ..heads.family import init_head
 from .cache import EvaBlock, EvaByteCache, EvaCacheLayer, SequenceLengths, SequenceMap, States
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from ..common.backbone_parts import BackboneParts
 from ..heads.circuit_head import FFHead
 from ..heads.context import LeafContext, context_of, tables_of
 from ..heads.conversion import load_tensors
+from ..heads.family import build_head, init_head
 from ..heads.layer import LayerAdapters
 from ..heads.official import LAYERS, MTPC
-from ..heads.registry import build_head, init_head
 from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 

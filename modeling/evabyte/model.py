@@ -32,8 +32,8 @@ from ..common.outputs import MTPOutput, OwnLossMixin
 from ..heads.attached import DraftLayersSession, HeadSession
 from ..heads.circuit_head import FFHead
 from ..heads.context import tables_of
+from ..heads.family import build_head, init_head
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
-from ..heads.registry import build_head, init_head
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .heads import (

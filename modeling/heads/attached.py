@@ -54,7 +54,7 @@ from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
 from ..common.outputs import MTPOutput
-from .context import make_table
+from .context import tables_of
 from .conversion import (
     backbone_from_official,
     check_fit,
@@ -63,10 +63,9 @@ from .conversion import (
     heads_from_official,
     refuse_published,
 )
-from .family import FAMILIES, HeadFamily, last_state
+from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
 from .layer import BoundLayers, DraftLayers, LayerAdapters, new_layers
 from .losses import depth_targets, head_loss
-from .registry import build_head, config_of_backbone, distribution_after, init_head
 from .window_distribution import PartialDistribution, WindowDistribution
 
 
@@ -494,7 +493,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
         parts = BackboneParts(self.backbone, part)
         after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
-        make_table(self.head)
+        if (tables := tables_of(self.head)) is not None:
+            tables.table()  # recorded drafts read it where it lies
         reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
         if self.draft_layers is None and reads_last:  # features are the states, and there is no cache
             return HeadSession(after, options, [-1], vocabulary=part)

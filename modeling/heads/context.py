@@ -44,7 +44,7 @@ _TABLE = 2**20
 
 
 class TokenTables(Protocol):
-    """What makes biases of tokens: the tables of a head, or tables that read its states, too."""
+    """What makes biases of tokens; it may read states of the head, too."""
 
     @property
     def moves_states(self) -> bool:
@@ -172,12 +172,6 @@ def tables_of(head: nn.Module) -> LeafContext | None:
     return tables if isinstance(tables, LeafContext) else None
 
 
-def make_table(head: nn.Module) -> None:
-    """Make the table of a head before its drafts are recorded: they read it where it lies."""
-    if (tables := tables_of(head)) is not None:
-        tables.table()
-
-
 def context_of(config: MTPHeadConfig, draft_size: int) -> LeafContext | None:
     """Return new tables of a head with so many columns; None where its leaves read no token."""
     return LeafContext(config, config.vocab_size or draft_size, draft_size) if config.context else None
@@ -213,9 +207,7 @@ def with_context(
 
 
 class ContextDistribution(WindowDistribution):
-    """A distribution whose leaves read the tokens before them.
-
-    Given tokens, it is the distribution within, with biased leaves.
+    """A distribution whose leaves read the tokens before them: given these, the one within, with biased leaves.
 
     Args:
         inner: Independent positions or a circuit; without any token, or after those that are known.
@@ -230,17 +222,15 @@ class ContextDistribution(WindowDistribution):
 
     @property
     def leaf_logits(self) -> Tensor:
-        """Return those without any bias."""
         return self.inner.leaf_logits
 
     def _given(self, tokens: Tensor) -> Given:
         """Return the biases up to the position after free tokens [..., m]."""
-        if self.known is not None:
-            tokens = torch.cat([self.known.expand(*tokens.shape[:-1], -1), tokens], -1)
-        return self.tables(self._ids(tokens))
+        tokens = self._with_known(tokens)
+        return self.tables(tokens if self.codes is None else self.codes.tokens(tokens))
 
-    def _ids(self, tokens: Tensor) -> Tensor:
-        return tokens if self.codes is None else self.codes.tokens(tokens)
+    def _with_known(self, tokens: Tensor) -> Tensor:
+        return tokens if self.known is None else torch.cat([self.known.expand(*tokens.shape[:-1], -1), tokens], -1)
 
     def _within(self) -> FactorisedDistribution | LatentDistribution:
         inner = copy(self.inner)
@@ -248,36 +238,28 @@ class ContextDistribution(WindowDistribution):
         return inner
 
     def _along(self, tokens: Tensor, unknown: Tensor | None = None) -> WindowDistribution:
-        """Return the distribution with leaves at tokens [..., n]; an unknown token before a known one is refused."""
+        """Return the distribution with leaves at tokens [..., n]."""
         refuse_gaps(unknown)
         return self._within().given(self._given(tokens[..., :-1]))
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return those of the distribution at the tokens."""
         return self._along(tokens, unknown).prefix_log_prob(tokens, unknown)
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return those of the distribution at the tokens."""
         return self._along(tokens, unknown).token_log_probs(tokens, unknown)
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return those of the distribution at the tokens."""
         return self._along(tokens).conditional_log_probs(tokens)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the next conditional, with leaves taken at the prefix."""
         return self._within().next_log_probs(prefix, self._given(prefix))
 
     def condition(self, first: Tensor) -> ContextDistribution:
-        """Bind a token, which the leaves after it read."""
-        token = first[..., None]  # [..., 1]
-        known = token if self.known is None else torch.cat([self.known.expand(*token.shape[:-1], -1), token], -1)
-        rest = ContextDistribution(self._within().condition(first), self.tables, known)
+        rest = ContextDistribution(self._within().condition(first), self.tables, self._with_known(first[..., None]))
         rest.codes = self.codes
         return rest
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draft one token after the other; each is read by the leaves after it."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
             inner.reader = self._reader(inner.bound)
@@ -286,7 +268,6 @@ class ContextDistribution(WindowDistribution):
         return torch.stack(tokens, -1), torch.stack(probs, -2)  # [..., length], [..., length, v]
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
-        """Return the argmax of each conditional in turn."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
             inner.reader = self._reader(inner.bound)
@@ -294,10 +275,7 @@ class ContextDistribution(WindowDistribution):
         return torch.stack(self._in_turn(partial(largest, note), length)[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """Draw by races that are run before the first token is known, and states before tokens.
-
-        Only where a state reads a token, each is drawn in turn.
-        """
+        """Draw by races that are run before the first token is known; where a state reads a token, draw in turn."""
         inner = self._within()
         if isinstance(inner, FactorisedDistribution):
             logits = inner.leaf_logits[..., :length, 0, :]  # [..., length, v]

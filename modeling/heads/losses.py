@@ -14,7 +14,7 @@ from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput, TrainableDrafter
 from ..common.teacher import BlockTarget, Teacher
-from .registry import distribution_after, window_distribution
+from .family import distribution_after, window_distribution
 
 IGNORE = -100
 

@@ -22,15 +22,10 @@ from ..common.draft_vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class Given:
-    """What known tokens add to a distribution whose leaves read them (`context`).
+    """What known tokens add to a distribution whose leaves read them (`context`): biases of logits."""
 
-    Attributes:
-        bias: [..., m, v], of the leaf logits of the first m positions, known ones included.
-        moves: [..., m - 1, r, r], of the logits of transitions; None: they read nothing.
-    """
-
-    bias: Tensor
-    moves: Tensor | None = None
+    bias: Tensor  # [..., m, v], of the leaves of the first m positions, known ones included
+    moves: Tensor | None = None  # [..., m - 1, r, r], of transitions
 
 
 class TokenReader:
@@ -169,7 +164,6 @@ class _ConditionalsDistribution(WindowDistribution):
     """A distribution that is defined by its conditionals."""
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return the conditionals at the tokens."""
         chosen = self._token_log_probs(tokens)
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
@@ -178,7 +172,6 @@ class _ConditionalsDistribution(WindowDistribution):
         return at_tokens(self.conditional_log_probs(tokens), tokens)
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return cumulated conditionals."""
         return self.token_log_probs(tokens, unknown).cumsum(-1)
 
 
@@ -194,7 +187,6 @@ class FactorisedDistribution(_ConditionalsDistribution):
         self.window = leaf_logits.shape[-3]
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return log leaf_i, which no token changes."""
         return self.leaf_logits[..., 0, :].log_softmax(-1).expand(*tokens.shape, -1)  # [..., n, v]
 
     def _token_log_probs(self, tokens: Tensor) -> Tensor:
@@ -205,22 +197,18 @@ class FactorisedDistribution(_ConditionalsDistribution):
         return FactorisedDistribution(self.leaf_logits + given.bias[..., -self.window :, None, :])
 
     def next_log_probs(self, prefix: Tensor, given: Given | None = None) -> Tensor:
-        """Return the logits of leaf_{j+1}, which no prefix changes but by a bias."""
         leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]  # [..., v]
         if given is not None:
             return leaf + given.bias[..., -1, :]
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
     def condition(self, first: Tensor) -> FactorisedDistribution:
-        """Return the other positions, which are independent."""
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
-        """Return the argmax of every leaf; no normalisation needed."""
         return largest(note, self.leaf_logits[..., :length, 0, :])[0]
 
 
@@ -272,25 +260,17 @@ class SequentialDistribution(_ConditionalsDistribution):
         return torch.stack(torch.broadcast_tensors(*steps), -2)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the logits of the next conditional."""
         return self._logits(self._extended(prefix))
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return the conditionals at the tokens.
-
-        Raises:
-            ValueError: An unknown token that a known one follows: it would have to be summed out.
-        """
         refuse_gaps(unknown)
         return super().token_log_probs(tokens, unknown)
 
     def condition(self, first: Tensor) -> SequentialDistribution:
-        """Bind the embedding of `first`."""
         known = self._extended(first[..., None])
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, known, self.together)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draft one token after the other."""
         distribution, tokens, draft_probs = self, [], []
         for _ in range(self.window if length is None else min(length, self.window)):
             token, probs = choose(distribution._logits(distribution.known).softmax(-1))
@@ -324,7 +304,6 @@ class PartialDistribution(WindowDistribution):
 
     @property
     def leaf_logits(self) -> Tensor:
-        """Return those of the columns."""
         return self.inner.leaf_logits
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
@@ -336,11 +315,9 @@ class PartialDistribution(WindowDistribution):
         return self._without_others(self.inner.token_log_probs, tokens, unknown, False)
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return the columns at their ids, and -inf elsewhere."""
         return self.vocabulary.spread(self.inner.conditional_log_probs(self.vocabulary.codes(tokens)), -torch.inf)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the columns at their ids, and -inf elsewhere."""
         return self.vocabulary.spread(self.next_columns(prefix), -torch.inf)
 
     def next_columns(self, prefix: Tensor) -> Tensor:
@@ -348,11 +325,9 @@ class PartialDistribution(WindowDistribution):
         return self.inner.next_log_probs(self.vocabulary.codes(prefix))
 
     def condition(self, first: Tensor) -> PartialDistribution:
-        """Condition on a token; one without a column is no evidence for circuits."""
         return PartialDistribution(self.inner.condition(self.vocabulary.codes(first)), self.vocabulary)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Let `choose` pick token ids of distributions over all ids."""
 
         def column(probs: Tensor) -> tuple[Tensor, Tensor]:
             token, chosen = choose(self.vocabulary.spread(probs))
@@ -362,11 +337,9 @@ class PartialDistribution(WindowDistribution):
         return self.vocabulary.tokens(codes), probs
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
-        """Return the ids of the likeliest columns."""
         return self.vocabulary.tokens(self.inner.greedy(length, note))
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return ids, and the distributions over all ids."""
         codes, probs = self.inner.sample_with_probs(length)
         return self.vocabulary.tokens(codes), self.vocabulary.spread(probs)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.distributions import golden
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads.circuit_head import FFHead, circuit_from_logits
-from tokenahead.modeling.heads.registry import window_distribution
+from tokenahead.modeling.heads.family import window_distribution
 from tokenahead.modeling.heads.window_distribution import FactorisedDistribution
 from tokenahead.testing import chi_square
 

@@ -14,7 +14,7 @@ from tests.tree_worlds import V as WORDS
 from tokenahead import MTPHeadConfig, MTPHeads
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.contract import DraftTree
-from tokenahead.modeling.heads.registry import build_head, distribution_after, window_distribution
+from tokenahead.modeling.heads.family import build_head, distribution_after, window_distribution
 
 V, D = 5, 4
 FAMILIES = {"ff": {}, "cp": dict(rank=2), "hmm": dict(rank=2), "btree": dict(rank=2)}

@@ -8,6 +8,7 @@ from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads.circuit_head import FFHead
 from tokenahead.modeling.heads.circuits import MixtureDistribution
+from tokenahead.modeling.heads.family import window_distribution
 from tokenahead.modeling.heads.losses import (
     IGNORE,
     DepthLossMixin,
@@ -20,7 +21,6 @@ from tokenahead.modeling.heads.losses import (
     tokens_ahead,
     window_targets,
 )
-from tokenahead.modeling.heads.registry import window_distribution
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")

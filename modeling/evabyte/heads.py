@@ -26,10 +26,9 @@ from ...generation.tensors.tensor_files import below, warn_of_numbers
 from ..common.backbone_parts import BackboneParts
 from ..heads.circuit_head import FFHead
 from ..heads.context import LeafContext, context_of, tables_of
-from ..heads.conversion import load_tensors
 from ..heads.family import build_head, init_head
 from ..heads.layer import LayerAdapters
-from ..heads.official import LAYERS, MTPC
+from ..heads.official import LAYERS, MTPC, load_tensors
 from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 
@@ -114,10 +113,7 @@ class DraftLayersMixin:
         return [-1] if self.draft_layers is None else [-1 - self.config.mtp_head.draft_layers, -1]
 
     def features(
-        self,
-        hidden_states: Sequence[Tensor],
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
         """Return the states [B, L, D] that distributions read: the last ones, or those of the draft layers.
 

@@ -48,24 +48,17 @@ from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import check_whole
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import untyped, unwrap
+from ...generation.tensors.wrapped_models import input_embeddings, untyped, unwrap
 from ...generation.trees.growth import grow
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
 from ..common.outputs import MTPOutput
 from .context import tables_of
-from .conversion import (
-    backbone_from_official,
-    check_fit,
-    engine_layout,
-    export_head,
-    heads_from_official,
-    refuse_published,
-)
 from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
 from .layer import BoundLayers, DraftLayers, LayerAdapters, new_layers
 from .losses import depth_targets, head_loss
+from .official import backbone_from_official, engine_layout, export_head, heads_from_official, refuse_published
 from .window_distribution import PartialDistribution, WindowDistribution
 
 
@@ -473,7 +466,9 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone with another hidden size or vocabulary."""
         super().check_backbone(backbone)
-        check_fit(self._expected_embedding, self.hidden_layers, backbone)
+        own, expected = input_embeddings(backbone).weight, self._expected_embedding
+        if expected is not None and not own.is_meta and not torch.allclose(expected.to(own), own, atol=1e-3):
+            raise ValueError(f"{type(backbone).__name__} has other embeddings than these heads were trained on")
         if self.draft_layers is not None:
             check_whole(backbone, f"draft_layers={self.config.draft_layers}")
 

@@ -24,7 +24,6 @@ from ..common.backbone_parts import BackboneParts, output_embeddings, required
 from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution
 from .context import LeafContext, context_of, resized
 from .family import FAMILIES, Circuit, Directory, HeadFamily, HeadLayout, register
-from .official import MTPC
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 
 
@@ -195,10 +194,7 @@ register(
         _build,
         _distribution,
         is_independent=True,
-        layouts=[
-            HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm),
-            MTPC,
-        ],
+        layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm)],
         circuit=Circuit(FactorisedDistribution, ()),
     )
 )

@@ -1,10 +1,9 @@
 """Heads apart from their backbone: a small directory that makes any plain causal LM speculate; and their drafts.
 
 The heads have the backbone only while attached to it, and save their own tensors alone. One hidden state describes the
-next n tokens. Heads that attend (a decoder layer per head, or one before them, Hydra++) and draft layers whose cache
-knows how long every sequence is (EvaByte) have caches of verified tokens only: drafts never enter them. A verified
-block is read as far as the most new tokens of any sequence; columns after a sequence's own are seen by nobody and
-overwritten by the next block, or leave the cache at once.
+next n tokens. Heads that attend (a decoder layer per head, or one before them, Hydra++) and draft layers have caches of
+verified tokens only: drafts never enter them. A verified block is read as far as the most new tokens of any sequence;
+columns after a sequence's own are seen by nobody and overwritten by the next block, or leave the cache at once.
 """
 
 from __future__ import annotations
@@ -65,17 +64,16 @@ from .window_distribution import PartialDistribution, WindowDistribution
 class HeadSession(DraftSession):
     """Drafts from the window distribution of a head, conditioned on the token that the last verification added.
 
-    The distribution comes from the hidden state just before that token, so that one backbone call verifies a draft and
-    yields the state for the next. Greedy drafts are argmaxes of the exact conditionals. Where the target is warped by
-    processors of scores alone (temperature, top-k, top-p, ...), each conditional is warped in the same way before a
-    token is drawn from it. The verifier gets the distributions that the tokens were really drawn from.
+    The distribution comes from the hidden state just before that token. Greedy drafts are argmaxes of the exact
+    conditionals. Where the target is warped by processors of scores alone, each conditional is warped in the same way
+    before a token is drawn from it. The verifier gets the distributions that the tokens were really drawn from.
 
     Args:
         distribution: From features [..., F] of one position, the token [...] after it and a number to the distribution
             of the next so many tokens.
         options: Of the call.
         hidden_layers: The states that features are made from.
-        read: Makes features [B, T, F] from the backbone's hidden states; the last states if None.
+        read: Makes features [B, T, F] from the backbone's hidden states; None: the last of them.
         vocabulary: The tokens that may be drafted; None: all.
     """
 
@@ -91,17 +89,15 @@ class HeadSession(DraftSession):
     ) -> None:
         self.distribution, self.options, self.hidden_layers = distribution, options, hidden_layers
         self.vocabulary = vocabulary
-        self.read: Callable[..., Tensor] = read or _last
+        self.read: Callable[..., Tensor] = read or (lambda hidden_states: hidden_states[-1])
         self.num_tokens = options.num_tokens
         self.column = 0 if vocabulary is None else int(vocabulary.ids[0])  # which distributions have, if they have any
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Take the state before the first new token."""
         self.view = view
         self.hidden = view.held("heads.hidden", self.read(outputs.hidden_states)[:, -1])  # [B, F]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return a chain or a tree after every sequence, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
@@ -117,8 +113,7 @@ class HeadSession(DraftSession):
     def _chain(
         self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return up to `length` tokens, and their distributions where drawn, up to one of which no sequence was
-        sure."""
+        """Return up to `length` tokens, up to one of which no sequence is sure, and their distributions where drawn."""
         options = self.options
         if masks is not None:
             draft, probs = distribution.draft(partial(self._choose_within, masks), length)
@@ -136,9 +131,11 @@ class HeadSession(DraftSession):
         return draft[:, :length], probs[:, :length] if options.do_sample else None
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Take the state before each sequence's last token; any state where it has ended."""
-        states = self.read(outputs.hidden_states or ())
-        before = cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)
+        self._take(self.read(outputs.hidden_states or ()), result.num_accepted)
+
+    def _take(self, states: Tensor, columns: Tensor) -> None:
+        """Take the state of [B, T, F] before each sequence's last token, in its column; any where it has ended."""
+        before = cached_arange(len(states), states.device), to_device(columns, states.device)
         self.hidden = self.view.held("heads.hidden", states[before])  # [B, F]
 
     def _note(self, probs: Tensor) -> None:
@@ -163,7 +160,6 @@ class HeadSession(DraftSession):
         return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)  # [B, n], [B, n, V]
 
     def coverage(self, tokens: Tensor) -> float | None:
-        """Return the share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
 
@@ -194,10 +190,6 @@ class WindowGrowth:
         return self.next(self.paths)
 
 
-def _last(hidden_states: tuple[Tensor, ...]) -> Tensor:
-    return hidden_states[-1]
-
-
 class AttendingHeadSession(HeadSession):
     """The drafts of one call of attached heads, whose features `read` makes with a cache."""
 
@@ -206,11 +198,7 @@ class AttendingHeadSession(HeadSession):
         self.cache = DynamicCache()
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored.
-
-        Raises:
-            ValueError: A backbone whose cache shows no columns.
-        """
+        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored."""
         if not view.has_columns:
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
         size = outputs.hidden_states[-1].shape[1]
@@ -222,7 +210,6 @@ class AttendingHeadSession(HeadSession):
         self.layout.block_offset = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Run over the new tokens."""
         new = self.view.new_tokens
         if self.view.is_fixed:
             size = outputs.logits.shape[1]
@@ -232,9 +219,7 @@ class AttendingHeadSession(HeadSession):
             return
         else:
             states, last = outputs.first(size), result.num_accepted.clamp(max=size - 1)  # an ended one's is any
-        features = self._run(states, size)  # [B, T, F]
-        ends = cached_arange(len(features), features.device), to_device(last, features.device)
-        self.hidden = self.view.held("heads.hidden", features[ends])  # [B, F]
+        self._take(self._run(states, size), last)
         self.layout.keep(new)
 
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
@@ -244,14 +229,9 @@ class AttendingHeadSession(HeadSession):
 
 
 class DraftLayersSession(HeadSession):
-    """The drafts of one call.
+    """The drafts of one call of heads on draft layers whose cache knows how long every sequence is (EvaByte).
 
-    Args:
-        distribution: See `HeadSession`.
-        options: Of the call.
-        layer: Index of the backbone's state that the layers read.
-        run: From such states [B, T, D], `attention_mask` and `cache` to features [B, T, F]; extends the cache.
-        cache: Empty.
+    `run` makes features [B, T, F] of the backbone's states [B, T, D] at `layer`, and extends `cache`.
     """
 
     takes_fixed = False
@@ -268,21 +248,17 @@ class DraftLayersSession(HeadSession):
         self.layer, self.run, self.cache = layer, run, cache
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored."""
         states, self.view = outputs.hidden_states[self.layer], view
         mask = None if view.mask is None else view.mask[:, -states.shape[1] :]  # [B, L]
         self.hidden = self.run(states, attention_mask=mask, cache=self.cache)[:, -1]  # [B, F]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Run over the new tokens."""
         new = self.view.new_tokens
         if new.longest == 0:
             return
         features = self.run(outputs.state(self.layer)[:, : new.longest], cache=self.cache)  # [B, T, F]
         self.cache.keep_last(new.longest, new)
-        # a sequence that has ended keeps any
-        last = to_device(result.num_accepted.clamp(max=new.longest - 1), features.device)
-        self.hidden = features[cached_arange(len(features), features.device), last]  # [B, F]
+        self._take(features, result.num_accepted.clamp(max=new.longest - 1))
 
 
 class MTPHeads(WindowHeadMixin, DraftModel):
@@ -379,10 +355,9 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             super()._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
 
     def get_input_embeddings(self) -> None:
-        """Return None: heads have no embeddings (FSDP2 would shard them apart)."""
+        """Return None (FSDP2 would shard them apart)."""
 
     def without_code(self) -> str | None:
-        """Return why no code can be saved with heads of a family that was registered elsewhere."""
         known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
         return super().without_code() if self.family.is_built_in else known
 
@@ -419,7 +394,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @classmethod
     def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
-        """Refuse a directory that `from_official` reads, with that name, and others as every class does."""
         if config is None:
             refuse_published(name, cls)
         super().check_model_type(name, config, **hub)
@@ -450,7 +424,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             export_head(self.config, self.head.state_dict(), lambda: self.backbone, directory, layout)
 
     def export_to(self, engine: str, folder: Path) -> Fields:
-        """See `BaseDrafter`: in vLLM's Medusa layout, or as they are saved, for a class of vLLM's user to read."""
         is_held = engine_layout(self.config, engine) is not None
         if is_held:
             self.export(folder, engine)
@@ -464,7 +437,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return {"hidden_size": self.config.hidden_size} | vocabulary
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone with another hidden size or vocabulary."""
         super().check_backbone(backbone)
         own, expected = input_embeddings(backbone).weight, self._expected_embedding
         if expected is not None and not own.is_meta and not torch.allclose(expected.to(own), own, atol=1e-3):
@@ -473,7 +445,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             check_whole(backbone, f"draft_layers={self.config.draft_layers}")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device, and adopt its special ids."""
         dtype = backbone.dtype if backbone.dtype.is_floating_point else None
         untyped(self).to(device=compute_device(backbone), dtype=dtype)
         adopt_fields(self.config, backbone)
@@ -484,7 +455,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         self._expected_embedding = None
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Return the draft session of one call of `generate`."""
         family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
         parts = BackboneParts(self.backbone, part)
         after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
@@ -515,12 +485,10 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @property
     def head_config(self) -> MTPHeadConfig:
-        """The whole configuration."""
         return self.config
 
     @property
     def whole_head(self) -> nn.Module:
-        """The head."""
         return self.head
 
     @property
@@ -579,12 +547,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             alpha: Scale times rank; None: twice the rank.
 
         Raises:
-            ValueError: The heads have draft layers, or their own decoder layers.
+            ValueError: The heads have draft layers.
+            StrictDataclassError: They have their own decoder layers.
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
-        if self.attends:
-            raise ValueError(f"draft_layers={count}: {self.config.head_type} heads have their own decoder layers")
         own = next(self.head.parameters())
         self.draft_layers = new_layers(self.config, self.backbone, count, rank, alpha).to(own.device, own.dtype)
         return self

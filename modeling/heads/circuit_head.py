@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ...configuration.head_families import BTREE, CP, FF, HMM, HeadFamilyFacts
+from ...configuration.head_families import BTREE, CP, FF, HMM
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.shared_models import call
 from ...generation.tensors.tensor_files import Fields, Tensors
@@ -50,8 +50,7 @@ class FFHead(nn.Module):
     ) -> Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
 
-        The first `num_heads` heads are evaluated (all by default), without the first `start` (not in training). The
-        backbone is not needed.
+        The first `num_heads` heads are evaluated (all by default), without the first `start`.
         """
         count = self.num_heads if num_heads is None else num_heads
         weight = self.weight
@@ -60,7 +59,6 @@ class FFHead(nn.Module):
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
     def append(self, more: FFHead) -> None:
-        """Append other heads."""
         self.weight = nn.Parameter(torch.cat([self.weight.detach(), more.weight.detach()]))
         self.num_heads += more.num_heads
 
@@ -75,7 +73,6 @@ class FFHead(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw the weights from N(0, std^2)."""
         init.normal_(self.weight, std=std)
 
 
@@ -83,11 +80,6 @@ class SharedHead(nn.Module):
     """Independent heads on a shared, frozen unembedding W: logits of head i are W A_i h, with A_i = I at the start.
 
     Memory: N d^2 parameters, independent of the vocabulary.
-
-    Args:
-        hidden_size: d.
-        vocab_size: V.
-        num_heads: N.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
@@ -104,30 +96,20 @@ class SharedHead(nn.Module):
         return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids, with the backbone's unembedding; maps have none."""
         self.vocab_size = vocab_size
         if self.context is not None:
             self.context.resize(vocab_size, std)
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Make every map the identity (`std` is not read): then every head is the backbone's own."""
         init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
 
 
 def vllm_fields(config: MTPHeadConfig, **values: Any) -> Fields:
     """Return the `config.json` of heads that vLLM runs with its own Medusa class."""
-    return {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.vocab_size,
-        "num_heads": config.num_drafts,
-        "max_paths": 64,
-        "topk": 10,
-        **values,
-    }
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_heads": config.num_drafts}
+    options = {"truncated_vocab_size": config.vocab_size, "max_paths": 64, "topk": 10}
+    return {"architectures": ["MedusaModel"], "model_type": "medusa"} | sizes | options | values
 
 
 def check_vllm_unembedding(backbone: PreTrainedModel) -> Tensor:
@@ -227,7 +209,6 @@ class CircuitHead(nn.Module):
 
     @property
     def circuit(self) -> Circuit:
-        """The record of the family's parameters."""
         return _circuit(self.config.head_type)
 
     @property
@@ -239,13 +220,10 @@ class CircuitHead(nn.Module):
     def forward(
         self, hidden_states: Tensor, backbone: BackboneParts | None = None, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """Return the parameters of the distribution given hidden states [..., d].
+        """Return the parameters of the distribution given hidden states [..., d], as `circuit_from_logits` takes them.
 
         With `stop`, only the leaves of so many first positions are computed, and the others are uniform, on which no
-        distribution of earlier tokens depends. The backbone's unembedding is not needed with `unembedding="own"`.
-
-        Returns:
-            `leaf_logits` [..., n, r, V], `root_logits` [..., r] and others of the family (`circuit_from_logits`).
+        distribution of earlier tokens depends.
         """
         rank = self.config.rank
         sums = self.sum_bias.expand(*hidden_states.shape[:-1], -1)
@@ -278,7 +256,6 @@ class CircuitHead(nn.Module):
         init.copy_(self.sum_bias, bias)
 
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids, see `FFHead.resize`."""
         self.leaf.resize(vocab_size, std)
         for part in (self.state_leaves, self.context):
             if part is not None:
@@ -293,13 +270,7 @@ class CircuitHead(nn.Module):
 
 
 class StateLeaves(nn.Module):
-    """What tells the leaves of a position's states apart (`leaf_size`): logits U A h, small maps A, one U for all.
-
-    Args:
-        config: Head options.
-        hidden_size: d.
-        vocab_size: V.
-    """
+    """What tells the leaves of a position's states apart (`leaf_size`): logits U A h, small maps A, one U for all."""
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -323,7 +294,6 @@ class StateLeaves(nn.Module):
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids, see `FFHead.resize`."""
         self.weight = nn.Parameter(resized(self.weight, vocab_size, std), self.weight.requires_grad)
 
 
@@ -397,11 +367,9 @@ def _circuit_distribution(
     return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
 
 
-def circuit_family(facts: HeadFamilyFacts, circuit: Circuit) -> HeadFamily:
-    """Return the record of a family of circuits whose parameters `CircuitHead` makes."""
-    return HeadFamily(facts, CircuitHead, _circuit_distribution, circuit=circuit)
-
-
-register(circuit_family(CP, Circuit(MixtureDistribution)))
-register(circuit_family(HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), lambda n: (n - 1, 1), True)))
-register(circuit_family(BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), lambda n: (max(n - 2, 0),))))
+for facts, circuit in (
+    (CP, Circuit(MixtureDistribution)),
+    (HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), lambda n: (n - 1, 1), True)),
+    (BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), lambda n: (max(n - 2, 0),))),
+):
+    register(HeadFamily(facts, CircuitHead, _circuit_distribution, circuit=circuit))

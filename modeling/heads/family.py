@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,7 +30,7 @@ Directory = tuple[Fields, Tensors]
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """A directory format of other tools, in which heads are read and written.
+    """A directory format of other tools.
 
     Args:
         name: `layout` of `MTPHeads.export`.
@@ -135,7 +135,7 @@ class HeadFamily:
 
 
 FAMILIES: dict[str, HeadFamily] = {}
-"""All families by name, once `registry` is imported."""
+"""All families by name."""
 
 
 def register(family: HeadFamily) -> HeadFamily:
@@ -157,25 +157,13 @@ def register(family: HeadFamily) -> HeadFamily:
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
-@runtime_checkable
-class Resettable(Protocol):
-    """A module that initialises its own parameters."""
-
-    def reset_head(self, std: float) -> None:
-        """Initialise all but loaded tensors; `std` is `initializer_range` of the model."""
-
-
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
     """Return the head module that `config` describes."""
     return FAMILIES[config.head_type].build(config, hidden_size, vocab_size)
 
 
 def config_of_backbone(backbone: PreTrainedModel, **options: Any) -> MTPHeadConfig:
-    """Return the config of heads for a backbone, whose layers it describes where heads have some.
-
-    Raises:
-        TypeError: An option that is no field of `MTPHeadConfig`.
-    """
+    """Return the config of heads for a backbone, whose layers it describes where heads have some."""
     kind = options.get("head_type", "ff")
     own = HEAD_FAMILIES[kind].defaults if kind in HEAD_FAMILIES else {}
     fields = [name for name in options if name not in own]
@@ -190,9 +178,9 @@ def config_of_backbone(backbone: PreTrainedModel, **options: Any) -> MTPHeadConf
 
 
 def init_head(module: nn.Module, std: float = 0.02) -> None:
-    """Initialise the parameters that a module of a head holds itself (`Resettable`), for a model's `_init_weights`."""
-    if isinstance(module, Resettable):
-        module.reset_head(std)
+    """Let a module of a head initialise its own parameters (`reset_head`), for a model's `_init_weights`."""
+    if (reset := getattr(module, "reset_head", None)) is not None:
+        reset(std)
 
 
 def window_distribution(
@@ -219,10 +207,7 @@ def distribution_after(
     backbone: BackboneParts | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
-    """Return `window_distribution` given its first token `last` [...] int64; its next `length` tokens are exact.
-
-    Only what these drafts read is computed; `length` is at least 1, at most `config.window` - 1.
-    """
+    """Return `window_distribution` given its first token `last` [...] int64; its next `length` tokens are exact."""
     family, features = FAMILIES[config.head_type], _in_dtype(features, head)
     if family.is_independent:
         known = last if vocabulary is None or not config.context else vocabulary.codes(last)

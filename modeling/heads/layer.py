@@ -28,7 +28,7 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.fields import check_counts
-from ...configuration.foreign_fields import FieldTable, names, settled
+from ...configuration.foreign_fields import FieldTable, names
 from ...configuration.head_families import LAYER
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.shared_models import is_unit
@@ -50,7 +50,7 @@ Weights = dict[str, Tensor]
 
 
 class Adapter(nn.Module):
-    """Low-rank change s B A of a weight [out, in]; B starts at 0."""
+    """Low-rank change s B A of a weight [out, in]; A starts as peft's, B at 0."""
 
     def __init__(self, shape: Sequence[int], rank: int, scale: float) -> None:
         super().__init__()
@@ -64,7 +64,6 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw A as peft does (`std` is not read); B is 0, so that the layers start as the backbone's."""
         bound = 1 / math.sqrt(self.lora_A.shape[1])
         init.uniform_(self.lora_A, -bound, bound)
         init.zeros_(self.lora_B)
@@ -247,13 +246,7 @@ class LayerHead(nn.Module):
     """Logits of head k are W norm(f_k(z)): its own decoder layer f_k, the backbone's norm and unembedding.
 
     z is the input of the backbone's last layer or, with `mix="weighted"`, a learned mean of the outputs of all layers
-    below it, one mean per head. Position 1 is the backbone's own distribution (`first="backbone"`), or has a head like
-    the rest.
-
-    Args:
-        config: Head options: `window`, `first`, `mix`, `mix_temperature`, `mix_init`, `backbone_config`.
-        hidden_size: d.
-        vocab_size: V.
+    below it, one mean per head. Position 1 is the backbone's own (`first="backbone"`), or has a head like the rest.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -274,10 +267,7 @@ class LayerHead(nn.Module):
         backbone: BackboneParts,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the inputs of the unembedding for every position of the window, [B, T, n d].
-
-        `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
-        """
+        """Return the inputs of the unembedding for every position of the window, [B, T, n d]."""
         *below, last = states
         inputs, norm = self._inputs(below), backbone.norm
         follow_experts(self.layers.config, backbone.model)
@@ -294,13 +284,11 @@ class LayerHead(nn.Module):
     def forward(
         self, features: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """Return `leaf_logits` [..., n, 1, V] from features [..., n d], or those of positions start .. stop - 1."""
         states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]  # [..., positions, d]
         return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}  # [..., positions, 1, V]
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Start the means; `std` is not read."""
         if self.mix is None:
             return
         uniform = self.config.mix_init == "uniform"
@@ -309,14 +297,12 @@ class LayerHead(nn.Module):
         init.copy_(self.mix, start)
 
     def start_from(self, backbone: BackboneParts) -> None:
-        """Copy the backbone's last layer, with its adapters if any, into every layer."""
         last = cast(nn.ModuleList, backbone.model.get_decoder().layers)[-1]
         for layer in self.layers.children():
             copy_weights(last, layer)
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """Return the states that layer heads read: below the last layer, and the last."""
     if config.mix == "none":
         return [-2, -1]
     layers = read_config(config.backbone_config).get_text_config().num_hidden_layers
@@ -329,14 +315,8 @@ def _read(directory: Path) -> Directory:
     if count < 2:
         raise ValueError(f"{directory}: n_future_tokens={count}: no heads; MTPHeads.backbone_from_official loads it")
     heads = {name.replace("extra_heads", "layers"): part for name, part in tensors.items() if "extra_heads" in name}
-    options = {
-        "head_type": "layer",
-        "window": count,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "backbone_config": config.to_dict(),
-    }
-    return options, heads
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    return sizes | {"head_type": "layer", "window": count, "backbone_config": config.to_dict()}, heads
 
 
 def read_backbone(directory: Path) -> tuple[LlamaConfig, Tensors]:
@@ -377,8 +357,7 @@ def _read_model(directory: Path) -> tuple[LlamaConfig, Tensors, int]:
         if missing := [name for name in needed if name not in content]:
             raise ValueError(f"{directory / file} holds no {', '.join(missing)}")
     check_counts(directory, params, len(tensors))
-    rows, size = len(tensors["tok_embeddings.weight"]), params.get("vocab_size", -1)
-    settled(directory / PARAMS, "vocab_size", None if size == -1 else size, rows)
+    rows = len(tensors["tok_embeddings.weight"])
     count, width, heads = params.get("n_future_tokens", 1), params["dim"], params["n_heads"]
     config = LlamaConfig(
         hidden_size=width,

@@ -47,19 +47,17 @@ from .window_distribution import FactorisedDistribution, SequentialDistribution,
 
 
 class ResidualBlock(nn.Module):
-    """u + SiLU(A u + a), with A = 0 at the start (Medusa)."""
+    """u + SiLU(A u + a), with A = 0 and a from +-1/sqrt(d) at the start (Medusa)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
         return states + nn.functional.silu(self.linear(states))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Set A = 0 and draw a from +-1/sqrt(d); `std` is not read."""
         _reset(self.linear)
 
 
@@ -71,12 +69,10 @@ class ConcatBlock(nn.Module):
         self.linear, self.res_connection = nn.Linear(inputs, width), nn.Linear(inputs, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map [..., inputs] to [..., d]."""
         return self.res_connection(states) + nn.functional.silu(self.linear(states))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Set A = 0, B = [I, 0] and b = 0, and draw a from +-1/sqrt(inputs); `std` is not read."""
         _reset(self.linear)
         init.copy_(self.res_connection.weight, torch.eye(*self.res_connection.weight.shape))
         init.zeros_(self.res_connection.bias)
@@ -90,12 +86,10 @@ class FeedForwardBlock(nn.Module):
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
         return states + self.down(nn.functional.relu(self.up(states)))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Set the second matrix and its bias to 0; the first is drawn from N(0, std^2)."""
         init.zeros_(self.down.weight)
         init.zeros_(self.down.bias)
 
@@ -108,7 +102,6 @@ class Repeated(nn.ModuleList):
         self.count = count
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
         for index in range(self.count):
             states = self[min(index, len(self) - 1)](states)
         return states
@@ -142,14 +135,7 @@ class OwnUnembeddings(nn.Module):
 
 
 class BlockHead(nn.Module):
-    """What Medusa and Hydra heads share: position 1 is the backbone's own distribution; `unembeddings` of the others.
-
-    Args:
-        config: Head options: `window`, `unembedding`.
-        hidden_size: d.
-        vocab_size: V.
-        bias: Whether the heads' own unembeddings have biases.
-    """
+    """What Medusa and Hydra heads share: position 1 is the backbone's own, `unembeddings` are of the others."""
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -157,11 +143,9 @@ class BlockHead(nn.Module):
         self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size, bias) if owns else None
 
     def unembed(self, states: Tensor, index: int, backbone: BackboneParts | None) -> Tensor:
-        """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
         return required(backbone).unembed(states) if self.unembeddings is None else self.unembeddings(states, index)
 
     def start_from(self, backbone: BackboneParts) -> None:
-        """Copy the backbone's unembedding into every own one."""
         if self.unembeddings is not None:
             self.unembeddings.start_from(backbone)
 
@@ -193,14 +177,7 @@ def _reset(linear: nn.Linear) -> None:
 
 
 class MedusaHead(BlockHead):
-    """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own
-    distribution.
-
-    Args:
-        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembedding`, `block`, `block_size`.
-        hidden_size: d.
-        vocab_size: V.
-    """
+    """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own."""
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__(config, hidden_size, vocab_size)
@@ -268,15 +245,14 @@ def _read_vllm(directory: Path) -> Directory:
     for name, tensor in list(ours.items()):
         if name.endswith("linear.weight"):
             ours.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
-    return _options(directory, values, ours, of_heads=True)
+    return _options(directory, values, ours)
 
 
 def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields and tensors of version 1, or of version 2 where the unembedding is the backbone's."""
-    fields: Fields = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
-    if config.unembedding == "shared":
-        fields["version"] = "2"
-    return fields, _named(config, tensors, _OFFICIAL)
+    version = {"version": "2"} if config.unembedding == "shared" else {}
+    fields = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
+    return fields | version, _named(config, tensors, _OFFICIAL)
 
 
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
@@ -309,11 +285,8 @@ def _is_official(directory: Path, fields: Fields) -> bool:
     return is_unlisted or any(name.startswith(_MERGED) for name in names)
 
 
-def _options(directory: Path, values: Fields, ours: Tensors, of_heads: bool = False) -> Directory:
-    """Return the options from the weights alone: released configs of the authors have 2 heads for 5.
-
-    With `of_heads`, the config is vLLM's, whose sizes are those of the heads.
-    """
+def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
+    """Return the options from the weights alone: released configs of the authors have 2 heads for 5."""
     indices = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
     if not indices:
         if "unembeddings.heads.0.weight" in ours:
@@ -322,14 +295,10 @@ def _options(directory: Path, values: Fields, ours: Tensors, of_heads: bool = Fa
     heads, blocks = (count_of(directory, numbers, what) for numbers, what in zip(zip(*indices), ("head", "block")))
     unembedding = ours.get("unembeddings.heads.0.weight")
     width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
-    rows, version = None if unembedding is None else len(unembedding), values.get("version")
-    shown: Fields = {"medusa_num_layers": blocks, "hidden_size": width, "vocab_size": rows}
-    if of_heads:
-        shown |= {"num_heads": heads, "num_hidden_layers": blocks, "truncated_vocab_size": rows}
-    for name, value in shown.items():
-        settled(directory, name, values.get(name), value)
-    if version is not None and (str(version) == "2") != (unembedding is None):
-        raise ValueError(f"{directory}: version={version!r}: heads without unembeddings are version '2'")
+    rows = None if unembedding is None else len(unembedding)
+    settled(directory, "truncated_vocab_size", values.get("truncated_vocab_size"), rows)
+    if unembedding is not None and str(values.get("version")) == "2":
+        raise ValueError(f"{directory}: version='2' has no unembeddings, which are among the tensors")
     tied, ours = untied(ours, heads, blocks)
     options = {
         "head_type": "medusa",
@@ -380,15 +349,9 @@ _UNUSED = (_PREFIX + "embed_tokens.weight", _PREFIX + "layers.0.self_attn.rotary
 
 
 class HydraHead(BlockHead):
-    """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own
-    distribution.
+    """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own.
 
     s is the state at t, or what a decoder layer over all states up to t makes of it (`arch="prefix-mlp"`).
-
-    Args:
-        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembedding`, `arch`, `grounded`, `state_offset`.
-        hidden_size: d.
-        vocab_size: V.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -410,7 +373,7 @@ class HydraHead(BlockHead):
         backbone: BackboneParts | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return h and s of every position, [B, T, 2 d], from the states that `hidden_layers` names, [B, T, d] each."""
+        """Return h and s of every position, [B, T, 2 d], from the states that `hidden_layers` names."""
         state = states[0]
         if self.prefix is not None:
             state = self.prefix(state, attention_mask, position_ids, cache)
@@ -421,7 +384,6 @@ class HydraHead(BlockHead):
         return required(backbone).unembed(features[..., : self._width(features)])
 
     def state(self, features: Tensor) -> Tensor:
-        """Return s, [..., d]."""
         return features[..., -self._width(features) :]
 
     def _width(self, features: Tensor) -> int:
@@ -436,10 +398,9 @@ class HydraHead(BlockHead):
 
     def drafted(self, k: int, state: Tensor, known: Tensor) -> Tensor:
         """Return the state [..., d] that head k unembeds; arguments as for `logits`."""
-        block = self._first(k)
-        inputs = (
-            torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
-        )
+        block, inputs = self._first(k), state
+        if self.config.grounded:
+            inputs = torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1)
         return self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
 
     def together(self, features: Tensor, known: Tensor, bound: int, backbone: BackboneParts | None) -> Tensor:
@@ -464,18 +425,15 @@ class PrefixLayer(nn.Module):
     def forward(
         self, states: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """Map [B, T, d] to [B, T, d]; see `layer_options`."""
         states = states.to(next(self.layers.parameters()).dtype)
         return self.layers.run([states], self.norm, self.rotary, attention_mask, position_ids, cache)[0]
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """Return the states that Hydra heads read: one, and the last."""
     return [-1 - config.state_offset, -1]
 
 
 def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> Fields | None:
-    """Return the config of that layer, of the backbone's sizes."""
     if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
@@ -563,12 +521,10 @@ def _read(directory: Path) -> Directory:
     own = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
     ours = renamed(own, _names(arch, blocks), directory)
     heads = count_of(directory, (int(name.split(".")[2]) for name in ours if name.startswith("unembeddings.")), "head")
-    for name, value in (("hydra_num_heads", heads), ("hydra_num_layers", blocks)):
-        settled(directory, name, values.get(name), value)
-    ends = [f"{k}.{part}" for k in range(heads) for part in ("weight", "bias")]
-    if missing := [end for end in ends or ["0.weight"] if f"unembeddings.heads.{end}" not in ours]:
-        raise ValueError(f"{directory}: its tensors lack hydra_lm_head.{missing[0]}")
-    ours["unembeddings.bias"] = torch.stack([ours.pop(f"unembeddings.heads.{k}.bias") for k in range(heads)])
+    needed = [f"unembeddings.heads.{k}.{part}" for k in range(heads or 1) for part in ("weight", "bias")]
+    if missing := [name for name in needed if name not in ours]:
+        raise ValueError(f"{directory}: its tensors lack {missing[0]}")
+    ours["unembeddings.bias"] = torch.stack([ours.pop(name) for name in needed[1::2]])
     tied, ours = untied(ours, heads, blocks - 1)
     vocab_size, width = ours["unembeddings.heads.0.weight"].shape
     options = {

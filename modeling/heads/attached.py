@@ -46,7 +46,7 @@ from ...generation.tensors.masks import cached_arange, to_device
 from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import check_whole
-from ...generation.tensors.tensor_files import Fields
+from ...generation.tensors.tensor_files import Fields, read_json
 from ...generation.tensors.wrapped_models import input_embeddings, untyped, unwrap
 from ...generation.trees.growth import grow
 from ..common.backbone_parts import BackboneParts, compute_device
@@ -55,9 +55,9 @@ from ..common.learning import DraftModel, States, WindowHeadMixin, counted_posit
 from ..common.outputs import MTPOutput
 from .context import tables_of
 from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
-from .layer import BoundLayers, DraftLayers, LayerAdapters, new_layers
+from .layer import DraftLayers, LayerAdapters, new_layers
 from .losses import depth_targets, head_loss
-from .official import backbone_from_official, engine_layout, export_head, heads_from_official, refuse_published
+from .official import backbone_from_official, engine_layout, export_head, heads_from_official, published_layout
 from .window_distribution import PartialDistribution, WindowDistribution
 
 
@@ -68,13 +68,8 @@ class HeadSession(DraftSession):
     conditionals. Where the target is warped by processors of scores alone, each conditional is warped in the same way
     before a token is drawn from it. The verifier gets the distributions that the tokens were really drawn from.
 
-    Args:
-        distribution: From features [..., F] of one position, the token [...] after it and a number to the distribution
-            of the next so many tokens.
-        options: Of the call.
-        hidden_layers: The states that features are made from.
-        read: Makes features [B, T, F] from the backbone's hidden states; None: the last of them.
-        vocabulary: The tokens that may be drafted; None: all.
+    `distribution` makes that of the next so many tokens from features [..., F] of one position and the token after it;
+    `read` makes features [B, T, F] from the backbone's states at `hidden_layers` (None: the last).
     """
 
     supports_confidence_threshold, takes_fixed = True, True
@@ -166,11 +161,7 @@ class HeadSession(DraftSession):
 class WindowGrowth:
     """Grows a tree by the exact conditionals of a window distribution.
 
-    Where positions are independent, all nodes of a level have the same children; else every path has its own.
-
-    Args:
-        distribution: Of the tokens after the bonus token, with axes [B, 1].
-        last: [B, 1] int64, the bonus token.
+    `distribution` has the axes [B, 1], and `last`, the token before its window, is [B, 1] int64.
     """
 
     draft_ids: Tensor | None = None
@@ -266,16 +257,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
     batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
-    frozen backbone.
-
-    Args:
-        config: Head options, with `window`, `hidden_size` and `vocab_size`.
-
-    Attributes:
-        window: n: tokens that the distribution covers; a draft has n - 1.
-
-    Raises:
-        ValueError: A config without those three.
+    frozen backbone. The config has `window`, `hidden_size` and `vocab_size`.
 
     Example:
         >>> heads = MTPHeads.from_backbone(backbone, window=4)
@@ -323,10 +305,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             draft_ids: [Vd] distinct ids of the only tokens that are drafted (see `frequent_tokens`); None: all, or the
                 first `draft_vocab_size`.
             **options: Further fields of `MTPHeadConfig`.
-
-        Raises:
-            ValueError: `draft_ids` out of range or not distinct.
-            TypeError: An option that is no field of `MTPHeadConfig`.
         """
         backbone = unwrap(backbone)
         if draft_ids is not None:
@@ -347,10 +325,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return BackboneParts(self.backbone, self.draft_vocabulary) if self.is_attached else None
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
-        """Recompute layers of heads in backward; the loss is always chunked.
-
-        Never re-entrant, even on request: states of a frozen backbone need no gradient, and nothing would learn.
-        """
+        """Never re-entrant, even on request: states of a frozen backbone need no gradient, and nothing would learn."""
         if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
             super()._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
 
@@ -382,9 +357,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
                 should differ, as `loss_options`.
 
-        Returns:
-            The heads, attached if there is a backbone, else in the dtype of their tensors.
-
         Raises:
             ValueError: An unknown layout or field, unknown or missing tensors, a pickle of more than tensors, another
                 backbone.
@@ -394,8 +366,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @classmethod
     def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
-        if config is None:
-            refuse_published(name, cls)
+        folder = Path(str(name))
+        fields = read_json(folder / "config.json")
+        is_own = config is not None or fields.get("model_type") == MTPHeadConfig.model_type or not folder.is_dir()
+        if not is_own and published_layout(folder, fields) is not None:
+            raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
         super().check_model_type(name, config, **hub)
 
     @classmethod
@@ -424,13 +399,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             export_head(self.config, self.head.state_dict(), lambda: self.backbone, directory, layout)
 
     def export_to(self, engine: str, folder: Path) -> Fields:
-        is_held = engine_layout(self.config, engine) is not None
-        if is_held:
-            self.export(folder, engine)
-        else:
+        if engine_layout(self.config, engine) is None:
             self.save_pretrained(folder)
-        method = "medusa" if is_held else "custom_class"
-        return {"method": method, "num_speculative_tokens": self.config.num_depths - 1}
+            return {"method": "custom_class", "num_speculative_tokens": self.config.num_drafts}
+        self.export(folder, engine)
+        return {"method": "medusa", "num_speculative_tokens": self.config.num_drafts}
 
     def made_for(self) -> Mapping[str, object]:
         vocabulary = {} if self.config.vocab_size is None else {"vocab_size": self.config.vocab_size}
@@ -513,28 +486,17 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         summaries: Tensor | None = None,
         **kwargs: object,
     ) -> MTPOutput:
-        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
+        """Return the loss on the states that `learning_layers` names, [B, L, d] each; see `forward` and `head_loss`.
 
-        `counts` are targets per depth of an update, [n]; `summaries` is `cached_summaries`; `first` is the weight of
-        depth 1, 0 where the backbone learns it itself.
+        `first` is the weight of depth 1, 0 where the backbone learns it itself.
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
         targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
-        output = head_loss(
-            self.head,
-            self.config,
-            self.features(states, attention_mask, position_ids),
-            targets,
-            input_ids,
-            counts,
-            self._parts(),
-            states[-1] if self.config.loss_target == "teacher" else None,
-            self.loss_scale(first),
-            balance,
-            self.draft_vocabulary,
-            summaries,
-        )
+        features, scale = self.features(states, attention_mask, position_ids), self.loss_scale(first)
+        last = states[-1] if self.config.loss_target == "teacher" else None
+        inputs = features, targets, input_ids, counts, self._parts(), last, scale, balance
+        output = head_loss(self.head, self.config, *inputs, self.draft_vocabulary, summaries)
         output.logits = logits
         return output
 
@@ -547,8 +509,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             alpha: Scale times rank; None: twice the rank.
 
         Raises:
-            ValueError: The heads have draft layers.
-            StrictDataclassError: They have their own decoder layers.
+            ValueError: The heads have draft layers, or their own decoder layers.
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
@@ -567,15 +528,15 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-        layers: BoundLayers | None = None,
+        layers: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Return the features of the distribution of every position, [B, T, F].
 
         Args:
-            hidden_states: The backbone's output of that name, with those that `hidden_layers` names (or a mapping).
+            hidden_states: The backbone's, those that `hidden_layers` names, [B, T, d] by index.
             attention_mask: [B, past + T], 0 for padding.
             position_ids: [B or 1, T]; None: the real tokens are counted.
-            cache: The heads' own keys and values of earlier positions, where they attend; extended.
+            cache: Keys and values of earlier positions, where heads attend; extended.
             layers: The draft layers, where they are bound already.
         """
         if position_ids is None and self.attends:
@@ -592,15 +553,9 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     def distribution(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> WindowDistribution:
-        """Return the distributions of the next `window` tokens after every position; runs the backbone.
+        """Return the distributions, with leading axes [B, T], of the next `window` tokens after every position.
 
-        Args:
-            input_ids: [B, T] int64.
-            attention_mask: [B, T], 0 for padding, on either side.
-            position_ids: [B or 1, T]; None: the real tokens are counted.
-
-        Returns:
-            A distribution whose tensors have leading axes [B, T].
+        It runs the backbone on `input_ids` [B, T]; `attention_mask` [B, T] is 0 for padding on either side.
         """
         outputs = self._run_backbone(input_ids, attention_mask, position_ids)
         features = self.features(outputs.hidden_states, attention_mask, position_ids)

@@ -6,9 +6,7 @@ state to the node's. Position i emits from the latent that owns it.
 
 A mixture (CP) has one latent, an HMM a chain of them, a BTree a balanced binary tree. Its nodes are numbered in level
 order, 0 being the root; a span of m positions splits into floor(m / 2) and the rest, and a position hangs on the latent
-of the node that splits it off. All is computed by level of a perfect tree.
-
-Texts are evaluated in log space, with gradients; drafts are made in linear space.
+of the node that splits it off. Texts are evaluated in log space, with gradients; drafts are made in linear space.
 """
 
 from __future__ import annotations
@@ -80,17 +78,10 @@ _RANGE = 60.0
 
 
 class LatentDistribution(WindowDistribution):
-    """What circuits share: all follows from the weight of the owner's state before each position.
-
-    Args:
-        root_logits: [..., r].
-        leaf_logits: [..., n, r, v].
-
-    Attributes:
-        reader: The tokens that leaves read while drafting; None: they read none.
-    """
+    """What circuits share: all follows from the weight of the owner's state before each position."""
 
     reader: TokenReader | None = None
+    """The tokens that leaves read while drafting."""
 
     def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
         self.root_logits, self.leaf_logits, self._all_leaves = root_logits, leaf_logits, leaf_logits
@@ -133,11 +124,7 @@ class LatentDistribution(WindowDistribution):
 
     @cached_property
     def _leaves(self) -> tuple[Tensor, Tensor]:
-        """Leaves [..., n, r, v] in log space, and the log of what they sum to, [..., n, r] or 0.
-
-        Where a gradient is wanted they are normalised: that is one kernel forwards and one back, a logsumexp is many.
-        Elsewhere no copy as large as the logits is kept.
-        """
+        """Leaves [..., n, r, v] in log space, and logs of their sums [..., n, r]; normalised where they learn."""
         if self._learns:
             return self._all_leaves.log_softmax(-1), self._all_leaves.new_zeros(())
         return self._all_leaves, self._all_leaves.logsumexp(-1)
@@ -153,7 +140,6 @@ class LatentDistribution(WindowDistribution):
         return 0 if self._known is None else self._known.shape[-1]
 
     def condition(self, first: Tensor) -> LatentDistribution:
-        """Bind a token: evidence like any other, and computed with what comes."""
         rest, known = copy(self), first[..., None]  # [..., 1]
         rest._known = known if self._known is None else torch.cat([self._known, known], -1)  # [..., bound]
         rest.leaf_logits, rest.window = self.leaf_logits[..., 1:, :, :], self.window - 1  # [..., n - 1, r, v]
@@ -166,7 +152,6 @@ class LatentDistribution(WindowDistribution):
         return other
 
     def _fresh(self) -> Self:
-        """Return a copy without what is computed of parameters."""
         other = copy(self)
         for name in ("_leaves", "_probs", "steps"):
             vars(other).pop(name, None)
@@ -216,7 +201,6 @@ class LatentDistribution(WindowDistribution):
         return found[..., bound:] - found[..., bound - 1 : bound] if bound else found  # given the bound
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return the posterior of each owner applied to its leaf."""
         bound, (leaves, norm) = self.bound, self._leaves
         weights = self.owner_weights(self._evidence(tokens))[..., bound:, :]  # [..., n, r]
         norm = norm[..., bound:, :] if norm.dim() else norm
@@ -225,7 +209,6 @@ class LatentDistribution(WindowDistribution):
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
     def next_log_probs(self, prefix: Tensor, given: Given | None = None) -> Tensor:
-        """One mixture of leaves: the weights do not depend on what follows the prefix."""
         evidence = self._seen(self._with_bound(prefix))  # [..., m, r]
         position, tiny = evidence.shape[-2], torch.finfo(evidence.dtype).tiny
         norms = None if given is None else self._norms(given.bias).clamp_min(tiny)  # [..., m + 1, r]
@@ -243,7 +226,6 @@ class LatentDistribution(WindowDistribution):
         return torch.einsum("...mrv,...mv->...mr", self._probs[..., : bias.shape[-2], :, :], factors)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
         tokens, probs = self._along(choose, length, _unit)
         return torch.stack(tokens, -1), torch.stack(probs, -2)
 
@@ -358,7 +340,6 @@ def column(table: Tensor, token: Tensor) -> Tensor:
 
 
 def _unit(weights: Tensor) -> Tensor:
-    """Return the weights divided by their sum; zeros stay zeros."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
 
@@ -423,27 +404,15 @@ class ChainDistribution(LatentDistribution):
         moving = self if given is None else self._moving(given.moves)
         return super(ChainDistribution, moving).next_log_probs(prefix, given)
 
-    def _read_step(self, moves: Sequence[Tensor | None], position: int, weights: Tensor) -> Tensor:
-        logits, bias = self.trans_logits, moves[position]
+    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        moves = leaves.reader.moves if isinstance(leaves, ReadLeaves) else ()
+        return (yield from stepwise(self.root, leaves, known, unit, partial(self._step, moves)))
+
+    def _step(self, moves: Sequence[Tensor | None], position: int, weights: Tensor) -> Tensor:
+        bias, logits = moves[position] if moves else None, self.trans_logits
         if bias is None:
             return moved(weights, self.steps[..., position, :, :])
-        logits = logits[..., position if logits.shape[-3] > 1 else 0, :, :]
-        return moved(weights, (logits + bias).softmax(-1))
-
-    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        """One product per position gives both the next state's weights and the next token's probabilities."""
-        if isinstance(leaves, ReadLeaves):
-            return (yield from stepwise(self.root, leaves, known, unit, partial(self._read_step, leaves.reader.moves)))
-        steps = self.steps[..., : len(leaves) - 1, :, :]  # [..., n - 1, r, r]
-        ahead = torch.cat([steps, steps @ torch.stack([*leaves[1:]], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
-        weights = probs = self.root  # which is no more than a start where the first token is known
-        if not known:
-            probs = moved(weights, leaves[0])
-        for position, table in enumerate(ahead):
-            found = known[position] if position < len(known) else column(leaves[position], (yield probs))
-            weights, probs = moved(unit(weights * found), table).split([self.rank, self.size], -1)
-        yield probs
-        return None
+        return moved(weights, (logits[..., position if logits.shape[-3] > 1 else 0, :, :] + bias).softmax(-1))
 
     def _tables(self, known: list[Tensor]) -> Tensor:
         first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root  # [..., r]
@@ -497,7 +466,6 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def root(self) -> Tensor:
-        """Probabilities [..., r] of the first state."""
         return self._sums[..., 0, :]
 
     @cached_property
@@ -582,5 +550,4 @@ class TreeDistribution(LatentDistribution):
 
 
 def _select(values: Tensor, indices: list[int], dim: int) -> Tensor:
-    """Return some entries of one axis."""
     return values.index_select(dim, numbers(tuple(indices), values.device))

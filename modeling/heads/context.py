@@ -4,11 +4,9 @@ At position k the leaf of state z is the softmax over y of
 
     logits_k[z, y] + sum_j B_j[y] . e(x_{k-j}),    j = 1 .. `context`
 
-where x_{k-j} are tokens of the window; those before it, the hidden state has read. Whatever they are, a leaf sums to 1
-over y, so positions sum out from the last to the first, whatever the tree of latents: all conditionals are those of the
-circuit whose leaves are taken at the known tokens. Only a token that is unknown before a known one cannot be summed
-out. Transitions of an HMM may read the last token, too: the filter moves by softmax(logits + G e(x_k)).
-
+where x_{k-j} are tokens of the window. Whatever they are, a leaf sums to 1 over y, so positions sum out from the last:
+all conditionals are those of the circuit whose leaves are taken at the known tokens. Only a token that is unknown
+before a known one cannot be summed out. Transitions of an HMM may read the last token, too: softmax(logits + G e(x_k)).
 B and G start at 0, so that a head without them goes on unchanged.
 """
 
@@ -44,30 +42,22 @@ _TABLE = 2**20
 
 
 class TokenTables(Protocol):
-    """What makes biases of tokens; it may read states of the head, too."""
+    """What makes biases of tokens; it may read states of the head, too.
+
+    A call returns the biases of all positions up to the one after known tokens of ids [..., m]. A reader is of a draft
+    whose tokens have these `ids` (None: they are ids). `moves_states`: transitions read the last token.
+    """
 
     @property
-    def moves_states(self) -> bool:
-        """Whether transitions read the last token."""
-        ...
+    def moves_states(self) -> bool: ...
 
-    def __call__(self, tokens: Tensor) -> Given:
-        """Return the biases of all positions up to the one after known tokens of ids [..., m]."""
-        ...
+    def __call__(self, tokens: Tensor) -> Given: ...
 
-    def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader:
-        """Return a reader of a draft whose tokens have these `ids` (None: they are ids)."""
-        ...
+    def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader: ...
 
 
 class LeafContext(nn.Module):
-    """The tables e, B and G.
-
-    Args:
-        config: Head options: `context`, `context_rank`, `transition_context`, `rank`.
-        vocab_size: V, tokens that may be read.
-        draft_size: v, tokens that have a column.
-    """
+    """The tables e, B and G, where V = `vocab_size` tokens may be read and v = `draft_size` have a column."""
 
     def __init__(self, config: MTPHeadConfig, vocab_size: int, draft_size: int) -> None:
         super().__init__()
@@ -82,7 +72,6 @@ class LeafContext(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw e with entries of deviation 1 (`std` is not read); B and G are 0: no distribution is changed."""
         init.normal_(self.embedding, std=1.0)
         init.zeros_(self.weight)
         if self.transition is not None:
@@ -145,7 +134,6 @@ class LeafContext(nn.Module):
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids; see `FFHead.resize`."""
         for name, rows in (("embedding", self.embedding), ("weight", self.weight)):
             setattr(self, name, nn.Parameter(resized(rows, vocab_size, std), rows.requires_grad))
 
@@ -194,10 +182,7 @@ def add_tables(head: nn.Module, config: MTPHeadConfig, count: int, rank: int, tr
 def with_context(
     distribution: WindowDistribution, head: nn.Module, config: MTPHeadConfig, known: Tensor | None = None
 ) -> WindowDistribution:
-    """Return a distribution whose leaves read tokens, by the tables of a head; itself where the config has none.
-
-    `known` [..., j] are the first tokens of the window where the distribution begins after them.
-    """
+    """Return a distribution whose leaves read tokens, by the tables of a head; itself where the config has none."""
     if not config.context:
         return distribution
     gather([head])
@@ -207,12 +192,9 @@ def with_context(
 
 
 class ContextDistribution(WindowDistribution):
-    """A distribution whose leaves read the tokens before them: given these, the one within, with biased leaves.
+    """A distribution whose leaves read the tokens before them: given these, `inner` with biased leaves.
 
-    Args:
-        inner: Independent positions or a circuit; without any token, or after those that are known.
-        tables: What makes the biases.
-        known: Ids [..., j] of tokens before the window that is still free.
+    `known` are ids [..., j] of tokens before the window that is still free.
     """
 
     def __init__(
@@ -225,7 +207,6 @@ class ContextDistribution(WindowDistribution):
         return self.inner.leaf_logits
 
     def _given(self, tokens: Tensor) -> Given:
-        """Return the biases up to the position after free tokens [..., m]."""
         tokens = self._with_known(tokens)
         return self.tables(tokens if self.codes is None else self.codes.tokens(tokens))
 
@@ -238,7 +219,6 @@ class ContextDistribution(WindowDistribution):
         return inner
 
     def _along(self, tokens: Tensor, unknown: Tensor | None = None) -> WindowDistribution:
-        """Return the distribution with leaves at tokens [..., n]."""
         refuse_gaps(unknown)
         return self._within().given(self._given(tokens[..., :-1]))
 

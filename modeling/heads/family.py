@@ -26,54 +26,43 @@ from .window_distribution import PartialDistribution, WindowDistribution
 
 Directory = tuple[Fields, Tensors]
 """Fields and tensors of a directory."""
+Parts = BackboneParts | None
+"""What a head borrows of its backbone."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """A directory format of other tools.
+    """A directory format of other tools."""
 
-    Args:
-        name: `layout` of `MTPHeads.export`.
-        recognises: From a directory and the fields of its `config.json` to whether it has this format.
-        read: From a directory to options of `MTPHeadConfig` and tensors of the head.
-        refusal: From a config to why such heads cannot be written; None where they can.
-        write: From a config, the head's tensors and the backbone to fields and tensors.
-        tensors_file: Written with safetensors or, with another suffix, as a pickle of tensors.
-        fields_file: Of fields, as JSON.
-        fields: The fields that may stand there; None: `read` refuses unknown ones itself.
-    """
-
-    name: str
-    recognises: Callable[[Path, Fields], bool]
-    read: Callable[[Path], Directory]
-    refusal: Callable[[MTPHeadConfig], str | None]
+    name: str  # `layout` of `MTPHeads.export`
+    recognises: Callable[[Path, Fields], bool]  # from a directory and the fields of its config.json
+    read: Callable[[Path], Directory]  # to options of `MTPHeadConfig` and tensors of the head
+    refusal: Callable[[MTPHeadConfig], str | None]  # why such heads cannot be written
     write: Callable[[MTPHeadConfig, Tensors, PreTrainedModel], Directory] = lambda config, tensors, backbone: ({}, {})
-    tensors_file: str = "model.safetensors"
+    tensors_file: str = "model.safetensors"  # or, with another suffix, a pickle of tensors
     fields_file: str = "config.json"
-    fields: FieldTable | None = None
+    fields: FieldTable | None = None  # that may stand there; None: `read` refuses unknown ones itself
 
 
 @dataclass(frozen=True)
 class Circuit:
-    """What tells one family of circuits from another; independent positions are the one without sums.
+    """What tells one family of circuits from another; independent positions are the one without sums."""
 
-    Args:
-        distribution: From its parameters, in this order, and the leaves to the distribution.
-        parameters: Their names: the root, then the [r, r] sums if the family has any.
-        sum_counts: From the window n to how many such sums there are: one per step, and if all steps share theirs.
-        persistent: When a head is new, states tend to stay what they are from one sum to the next.
-    """
-
-    distribution: Callable[..., WindowDistribution]
-    parameters: tuple[str, ...] = ("root_logits",)
-    sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)
-    persistent: bool = False
+    distribution: Callable[..., WindowDistribution]  # from its parameters, in this order, and the leaves
+    parameters: tuple[str, ...] = ("root_logits",)  # the root, then the [r, r] sums if the family has any
+    sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)  # of these sums, and if all steps share theirs
+    persistent: bool = False  # states of a new head tend to stay what they are from one sum to the next
 
     def shapes(self, window: int, rank: int) -> dict[str, list[tuple[int, ...]]]:
         """Return the last axes that each parameter may have; without those that this window is too short for."""
         counts = sorted(set(self.sum_counts(window)))
         sums = [(count, rank, rank) for count in counts]
         return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
+
+
+def _start_from(head: Any, backbone: BackboneParts) -> None:
+    if (start := getattr(head, "start_from", None)) is not None:
+        start(backbone)
 
 
 def last_state(head: nn.Module, states: Sequence[Tensor], *context: object) -> Tensor:
@@ -97,7 +86,8 @@ class HeadFamily:
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
         fit: From the module, its config and a backbone: adopts its properties whenever heads are attached.
-        start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible.
+        start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible;
+            `start_from` of the module by default.
         is_independent: Whether the distribution after the window's first token does not depend on that token, but for
             leaves that read it (`context`).
         layouts: Formats of other tools.
@@ -111,7 +101,7 @@ class HeadFamily:
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], Fields | None] = lambda config, text: None
     fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
-    start_from: Callable[[Any, BackboneParts], None] = lambda head, backbone: None
+    start_from: Callable[[Any, BackboneParts], None] = _start_from
     is_independent: bool = False
     layouts: Sequence[HeadLayout] = ()
     circuit: Circuit | None = None
@@ -139,9 +129,7 @@ FAMILIES: dict[str, HeadFamily] = {}
 
 
 def register(family: HeadFamily) -> HeadFamily:
-    """Add a family: its name can then be the `head_type` of a `MTPHeadConfig`.
-
-    A program that loads such heads first imports the module that calls this.
+    """Add a family, before heads of it are loaded: its name can then be the `head_type` of a `MTPHeadConfig`.
 
     Raises:
         ValueError: Another family has this name.
@@ -187,7 +175,7 @@ def window_distribution(
     head: nn.Module,
     config: MTPHeadConfig,
     features: Tensor,
-    backbone: BackboneParts | None = None,
+    backbone: Parts = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
     """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
@@ -204,7 +192,7 @@ def distribution_after(
     features: Tensor,
     last: Tensor,
     length: int,
-    backbone: BackboneParts | None = None,
+    backbone: Parts = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
     """Return `window_distribution` given its first token `last` [...] int64; its next `length` tokens are exact."""

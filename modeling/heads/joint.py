@@ -36,12 +36,6 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
     gradient reaches the backbone's layers, and not its norm, embeddings or unembedding. `save_pretrained(folder)`
     writes the heads' directory, and the backbone (or its adapters alone, where it has any) in `folder/backbone`.
-
-    Args:
-        heads: Attached heads.
-
-    Raises:
-        ValueError: Heads with draft layers, which take the backbone as it is.
     """
 
     config_class = None
@@ -144,11 +138,7 @@ def _save_adapters(model: PreTrainedModel, folder: Path, state: dict[str, Tensor
 
 
 def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
-    """Take over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
-
-    Raises:
-        ValueError: A directory of another model; `what` it should be is said.
-    """
+    """Take over what `save_pretrained` of a model, or of one with adapters of peft, wrote; `what` is its name."""
     for name in getattr(model, "peft_config", {}):  # of a PeftModel, a property
         # peft writes the adapter "default" into the directory itself, and every other one into a directory of its name
         adapters = (folder if name == "default" else folder / name) / "adapter_model.safetensors"

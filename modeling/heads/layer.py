@@ -1,13 +1,11 @@
 """Decoder layers of heads: their own, and the backbone's last ones with low-rank adapters.
 
-Layer heads are decoder layers on the states below the backbone's last layer (Gloeckle et al., Mehra et al.).
-Directories of facebook/multi-token-prediction, `consolidated.pth` and `params.json`, are read and written. Their
-numbered layers are the trunk and, last, head 1; `extra_heads.{j}` are the others, on the same trunk. With head 1 as its
-last layer the rest is a plain Llama.
+Layer heads are decoder layers on the states below the backbone's last layer (Gloeckle et al., Mehra et al.). In
+directories of facebook/multi-token-prediction, numbered layers are the trunk and, last, head 1; `extra_heads.{j}` are
+the others, on the same trunk. With head 1 as its last layer the rest is a plain Llama.
 
 MtPC's draft layers run the backbone's last k layers once more, with their own adapters, on z, the input of the first of
-them, and over verified tokens only: so their cache is never rolled back, the backbone is called once per cycle, and its
-distribution is unchanged bit for bit. Only adapters are parameters here. The weights are the backbone's, borrowed for a
+them, and over verified tokens only. Only adapters are parameters here. The weights are the backbone's, borrowed for a
 call: W + s B A is computed for every step of training and once per call of `generate`.
 """
 
@@ -44,7 +42,7 @@ from ..common.backbone_parts import (
     required,
 )
 from .circuit_head import factorised_distribution
-from .family import Directory, HeadFamily, HeadLayout, register
+from .family import Directory, HeadFamily, HeadLayout, Parts, register
 
 Weights = dict[str, Tensor]
 
@@ -70,12 +68,7 @@ class Adapter(nn.Module):
 
 
 class LayerAdapters(nn.Module):
-    """Low-rank adapters for every linear map of some layers whose weights are borrowed.
-
-    Args:
-        shells: The layers without weights, as modules to call.
-        config: Head options: `draft_lora_rank`, `draft_lora_alpha`.
-    """
+    """Low-rank adapters for every linear map of some layers, `shells` without weights, whose weights are borrowed."""
 
     def __init__(self, shells: Sequence[nn.Module], config: MTPHeadConfig) -> None:
         super().__init__()
@@ -116,11 +109,7 @@ class LayerAdapters(nn.Module):
 
 
 class DraftLayers(LayerAdapters):
-    """The adapters of a backbone's last k layers, for heads apart from it.
-
-    Args:
-        config: Head options: `backbone_config`, `draft_layers`, `draft_lora_rank`, `draft_lora_alpha`.
-    """
+    """The adapters of a backbone's last k layers, for heads apart from it."""
 
     def __init__(self, config: MTPHeadConfig) -> None:
         count, source = config.draft_layers, LayerSource(read_config(config.backbone_config))
@@ -131,34 +120,28 @@ class DraftLayers(LayerAdapters):
         self.kinds = [attention_kind(source.config, index) for index in range(-count, 0)]
         self.rotary = source.rotary()
 
-    def bind(self, backbone: PreTrainedModel) -> BoundLayers:
-        """Return the layers with their current weights, for a step of training or a call of `generate`."""
+    def bind(self, backbone: PreTrainedModel) -> Callable[..., Tensor]:
+        """Return `run_bound` with their current weights and a final norm, for a step or a call of `generate`."""
         layers = list(cast(nn.ModuleList, backbone.get_decoder().layers))[-len(self.adapters) :]
         follow_experts(self.config, backbone)
-        return BoundLayers(self, self.weights(layers), backbone)
+        return partial(self.run_bound, self.weights(layers), BackboneParts(backbone).norm)
 
-
-class BoundLayers:
-    """Draft layers with fixed weights, and the final norm of a backbone."""
-
-    def __init__(self, layers: DraftLayers, weights: list[Weights], backbone: PreTrainedModel) -> None:
-        self.layers, self.weights, self.norm = layers, weights, BackboneParts(backbone).norm
-
-    def __call__(
-        self, states: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None = None
+    def run_bound(
+        self,
+        weights: list[Weights],
+        norm: Callable[[Tensor], Tensor],
+        states: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Cache | None = None,
     ) -> Tensor:
-        """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm.
-
-        `attention_mask` is [B, past + T], `position_ids` [B or 1, T]; `cache`, the drafter's own, is extended.
-        """
-        own = self.layers
-        dtype = next(iter(self.weights[0].values())).dtype
-        states = states.detach().to(dtype)
-        for slot, weights in enumerate(self.weights):
+        """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm."""
+        states = states.detach().to(next(iter(weights[0].values())).dtype)
+        for slot, own in enumerate(weights):
             inputs = states, attention_mask, position_ids, cache
-            options = layer_options(own.config, own.rotary, *inputs, own.kinds[slot], slot, own.cache_name)
-            states = own.run(slot, weights, states, **options)
-        return self.norm(states)
+            options = layer_options(self.config, self.rotary, *inputs, self.kinds[slot], slot, self.cache_name)
+            states = self.run(slot, own, states, **options)
+        return norm(states)
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
@@ -225,10 +208,7 @@ class DecoderLayers(nn.ModuleList):
         position_ids: Tensor,
         cache: Cache | None = None,
     ) -> list[Tensor]:
-        """Return every layer's normed output [B, T, d] for its own input; arguments as for `layer_options`.
-
-        In training, several layers are recomputed in backward: the activations of one exist at a time.
-        """
+        """Return every layer's normed output [B, T, d] for its own input; in training, several are recomputed."""
         kind = attention_kind(self.config, -1)
         options = layer_options(
             self.config, rotary, inputs[0], attention_mask, position_ids, cache, kind, cache_name=self.cache_name
@@ -245,8 +225,8 @@ class DecoderLayers(nn.ModuleList):
 class LayerHead(nn.Module):
     """Logits of head k are W norm(f_k(z)): its own decoder layer f_k, the backbone's norm and unembedding.
 
-    z is the input of the backbone's last layer or, with `mix="weighted"`, a learned mean of the outputs of all layers
-    below it, one mean per head. Position 1 is the backbone's own (`first="backbone"`), or has a head like the rest.
+    z is the input of the backbone's last layer or, with `mix="weighted"`, each head's learned mean of the outputs of
+    all layers below it. Position 1 is the backbone's own (`first="backbone"`), or has a head like the rest.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -282,7 +262,7 @@ class LayerHead(nn.Module):
         return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
 
     def forward(
-        self, features: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
+        self, features: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
         states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]  # [..., positions, d]
         return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}  # [..., positions, 1, V]
@@ -332,18 +312,10 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
     ours = {name.replace("layers", "extra_heads", 1): tensor for name, tensor in tensors.items()}
     named = renamed(_half_split(backbone.state_dict() | ours, head_dim, back=True), _NAMES, "this backbone", back=True)
-    fields = {
-        "dim": config.hidden_size,
-        "n_heads": heads,
-        "n_kv_heads": values["num_key_value_heads"],
-        "n_layers": values["num_hidden_layers"] + config.num_drafts,
-        "multiple_of": 1,
-        "norm_eps": values["rms_norm_eps"],
-        "vocab_size": config.vocab_size,
-        "n_future_tokens": config.window,
-        "rope_theta": values["rope_parameters"]["rope_theta"],
-    }
-    return fields, named
+    fields = {"dim": config.hidden_size, "n_heads": heads, "n_kv_heads": values["num_key_value_heads"]}
+    fields |= {"n_layers": values["num_hidden_layers"] + config.num_drafts, "multiple_of": 1}
+    fields |= {"vocab_size": config.vocab_size, "n_future_tokens": config.window, "norm_eps": values["rms_norm_eps"]}
+    return fields | {"rope_theta": values["rope_parameters"]["rope_theta"]}, named
 
 
 _PARAMS = ("dim", "n_heads", "n_layers", "norm_eps")
@@ -399,6 +371,11 @@ _FIELDS = FieldTable(
     {"": names("dim n_layers n_heads n_kv_heads norm_eps rope_theta n_future_tokens vocab_size")},
     {"": names("multiple_of ffn_dim_multiplier max_seq_len max_batch_size model_parallel_size")},
 )
+_GLOECKLE = HeadLayout(
+    "gloeckle",
+    lambda directory, fields: (directory / PARAMS).is_file(),
+    *(_read, _refusal, _write, FILE, PARAMS, _FIELDS),  # FILE is the only form that their code reads
+)
 register(
     HeadFamily(
         LAYER,
@@ -407,19 +384,7 @@ register(
         features=lambda head, *context: head.features(*context),
         hidden_layers=_hidden_layers,
         layer_config=lambda config, text: text.to_dict(),
-        start_from=lambda head, backbone: head.start_from(backbone),
         is_independent=True,
-        layouts=[
-            HeadLayout(
-                "gloeckle",
-                lambda directory, fields: (directory / PARAMS).is_file(),
-                _read,
-                _refusal,
-                _write,
-                FILE,  # the only form that their code reads
-                PARAMS,
-                _FIELDS,
-            )
-        ],
+        layouts=[_GLOECKLE],
     )
 )

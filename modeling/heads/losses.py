@@ -25,17 +25,10 @@ def depth_targets(
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return the targets of every depth from labels in any form that models take.
+    """Return the targets of every depth, [B, L, n] int64 and -100 where there is none; see `window_targets`.
 
-    Args:
-        labels: [B, L] int64, ordinary Hugging Face labels, or [B, L, n] with the target of every depth spelled out.
-        window: n.
-        attention_mask: See `window_targets`, as `position_ids`.
-        position_ids: [B or 1, L].
-        shift_labels: [B, L] int64, the target of every position one token ahead, in place of labels.
-
-    Returns:
-        [B, L, n] int64, -100 where there is no target.
+    `labels` may be [B, L, n], with the target of every depth spelled out; `shift_labels` [B, L], the target of every
+    position one token ahead, stand in place of labels.
     """
     if shift_labels is not None:
         if attention_mask is not None:  # of one column more: the last position may have a target
@@ -44,8 +37,9 @@ def depth_targets(
             position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
         labels = nn.functional.pad(shift_labels, (1, 0), value=IGNORE)
         return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
-    if labels is None or labels.dim() == 2:
-        return window_targets(cast(Tensor, labels), window, attention_mask, position_ids)
+    assert labels is not None
+    if labels.dim() == 2:
+        return window_targets(labels, window, attention_mask, position_ids)
     if labels.shape[2] != window:
         raise ValueError(f"labels have {labels.shape[2]} depths, but the window is {window}")
     return labels
@@ -113,12 +107,6 @@ def discounted_mtp_loss(
         normalization: `"paper"` or `"tokens"`.
         counts: For `"tokens"`: targets per depth over all micro-batches, [n] or one number for all depths, so that
             gradient accumulation is exact. Counted here if None.
-
-    Returns:
-        Scalar, in nats.
-
-    Raises:
-        ValueError: An unknown `normalization`.
     """
     valid = valid.bool()
     terms = torch.where(valid, terms, torch.zeros_like(terms))
@@ -143,10 +131,7 @@ def _discounts(like: Tensor, gamma: float) -> Tensor:
 
 
 def counted(scored: Tensor, normalization: str = "tokens") -> Tensor:
-    """Return the divisors of the summed terms of each depth, [n] int64: targets, or sequences (`"paper"`).
-
-    `scored` is [B, L, n] bool, `normalization` is of `HeadLossOptions`.
-    """
+    """Return the divisors of the summed terms of each depth, [n] int64: scored [B, L, n] targets, or sequences."""
     if normalization == "paper":
         return scored.flatten(1).any(1).sum().expand(scored.shape[-1])
     return scored.sum((0, 1))
@@ -232,12 +217,12 @@ def head_loss(
 
     Args:
         head: The head.
-        config: Its options; `loss_options` and `masked_tokens` are read here.
-        features: [B, L, F], of any floating dtype; for most families the last hidden states.
+        config: Its options.
+        features: [B, L, F].
         targets: [B, L, n] int64, -100 where nothing is scored.
         input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
         counts: [n], divisors of a whole update; None: of this batch.
-        backbone: The parts of its backbone that the head borrows.
+        backbone: Parts of its backbone.
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
         scale: Factor of the loss, or of every depth, [n]; not of the reported means.
         balance: [n] factors of the depths, for `balance="rms"`; None: those of this batch.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from math import prod
-from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,23 +77,19 @@ class Settings:
         for name, allowed in _READABLE.items():
             self.check(name, *allowed)
 
-    def __getitem__(self, name: str) -> object:
-        """Return a value, its references `${a.b}` followed; None where there is none."""
-        return self._found(name, 3)
-
-    def _found(self, name: str, most: int) -> object:
+    def __call__(self, name: str, most: int = 3) -> object:
+        """Return a value, at most so many references `${a.b}` followed; None where there is none."""
         value: object = self._values
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
             if isinstance(value, str) and (reference := _REFERENCE.fullmatch(value)):
                 if not most:
                     raise ValueError(f"{self.file}: {name} refers to itself, or through too many others")
-                value = self._found(reference[1], most - 1)
+                value = self(reference[1], most - 1)
         return value
 
     def check(self, name: str, *allowed: object) -> None:
-        """Refuse a value that is there, and is none of those that fit."""
-        if (value := self[name]) is not None and value not in allowed:
+        if (value := self(name)) is not None and value not in allowed:
             raise ValueError(f"{self.file}: {name}={value!r}, where {' or '.join(map(repr, allowed))} can be read")
 
 
@@ -127,8 +122,8 @@ class Checkpoint:
     def sums(self, width: int) -> list[Sum]:
         """Take all layers of sums, in the order of the file; one of an HMM may have a bias, or be a bias alone."""
         sums = list[Sum]()
-        has_bias = self.settings["circuit.model.kind"] in (None, "hmm")
-        is_fixed = has_bias and self.settings[_HEAD + "contextual_hmm_weights"] is False
+        has_bias = self.settings("circuit.model.kind") in (None, "hmm")
+        is_fixed = has_bias and self.settings(_HEAD + "contextual_hmm_weights") is False
         while parts := [name for name in self.tensors if name.startswith(f"{_SUMS}{len(sums)}.")]:
             if is_fixed and len(parts) == 1:
                 sums.append((None, self.take(parts[0], None, None, None)))
@@ -150,7 +145,7 @@ class Checkpoint:
         if window & (window - 1) == 0:
             levels = ((window >> level, rank, rank) for level in range(1, window.bit_length() - 1))
             known["btree"] = [[*levels, root]]
-        named, shapes = self.settings["circuit.model.kind"], [_shape(each) for each in sums]
+        named, shapes = self.settings("circuit.model.kind"), [_shape(each) for each in sums]
         for kind in known if named is None else ("ff", "cp") if named == "cp" else (str(named),):
             if shapes in (choices := known.get(kind, [])):
                 return kind, shapes != choices[0]
@@ -190,7 +185,7 @@ class Checkpoint:
                 rank, start = len(inner), f"{LAYERS}adapters.{layer - layers[0]}.{path.replace('.', '-')}"
                 tensors[f"{start}.lora_A"], outer = inner.clone(), self.take(second, None, rank)
                 tensors[f"{start}.lora_B"] = outer.clone()
-        alpha = self.settings[_ADAPTOR + "lora_alpha"]
+        alpha = self.settings(_ADAPTOR + "lora_alpha")
         if not isinstance(alpha, int | float) or alpha <= 0:
             raise ValueError(f"{self.settings.file}: {_ADAPTOR}lora_alpha={alpha!r}: the adapters' scale is needed")
         options = {"draft_layers": len(layers), "draft_lora_rank": rank, "draft_lora_alpha": alpha}
@@ -207,9 +202,6 @@ def read_published(directory: Path) -> Directory:
     """Return the options and tensors of the heads in the last checkpoint of a directory; adapters below `LAYERS`.
 
     Of draft layers, `backbone_config` holds the number of the backbone's layers alone.
-
-    Raises:
-        ValueError: A tensor, a shape or a setting that is not known, by its name.
     """
     stored = Checkpoint(directory)
     settings, (adapted, adapters) = stored.settings, stored.adapters()
@@ -221,7 +213,7 @@ def read_published(directory: Path) -> Directory:
     gamma = stored.tensors.pop(_GAMMA, None)
     refuse_unknown(stored.file, (name for name in stored.tensors if not _WIRING.fullmatch(name)))
     options: Fields = {"head_type": kind, "window": window, "hidden_size": width, "vocab_size": vocab_size} | adapted
-    options["unembedding"], options["base_model_name_or_path"] = "own", settings["lm.model.from_huggingface"]
+    options["unembedding"], options["base_model_name_or_path"] = "own", settings("lm.model.from_huggingface")
     if gamma is not None and gamma.shape == (window,) and window > 1:
         options["loss_options"] = {"decay": round(float(gamma[1]), 6)}
     if kind == "ff":
@@ -241,13 +233,7 @@ def read_published(directory: Path) -> Directory:
 
 
 def with_backbone(directory: Path, options: Fields, backbone: PreTrainedModel | None) -> Fields:
-    """Return options of draft layers with the configuration of the backbone whose layers they adapt.
-
-    Without `backbone` that is read by the name in `config.yaml`.
-
-    Raises:
-        ValueError: No backbone, or one with another number of layers.
-    """
+    """Return options of draft layers with the config of their backbone, read by its recorded name without one."""
     count, name = options["backbone_config"]["num_hidden_layers"], options["base_model_name_or_path"]
     try:
         config = AutoConfig.from_pretrained(name or "") if backbone is None else backbone.config
@@ -271,16 +257,13 @@ MTPC = HeadLayout(
 def heads_from_official(
     kind: type[Heads], folder: Path, fields: Fields, backbone: PreTrainedModel | None, ignored: Sequence[str] = ()
 ) -> tuple[Heads, Tensor | None]:
-    """Return heads from a directory of their authors, and the embedding that Hydra's repeat; see `from_official`.
-
-    `fields` are those that the directory lacks, or that should differ; `ignored` are names that are passed over.
-    """
-    layout, own = published_layout(folder), read_json(folder / "config.json").get("model_type")
-    if own == MTPHeadConfig.model_type:
+    """Return heads from a directory of their authors, and the embedding that Hydra's repeat; see `from_official`."""
+    raw = read_json(folder / "config.json")
+    layout = published_layout(folder, raw)
+    if raw.get("model_type") == MTPHeadConfig.model_type:
         raise ValueError(f"{folder} is in this library's own layout: load it with MTPHeads.from_pretrained")
     if layout is None:
-        names = "medusa_lm_head.*, hydra_lm_head.*, params.json, model@N.pt, medusa_head.* among the tensors, ..."
-        raise ValueError(f"{folder}: no known layout of heads ({names})")
+        raise ValueError(f"{folder}: no known layout of heads (medusa_lm_head.*, params.json, model@N.pt, ...)")
     if layout.fields is not None:
         refuse_unread(folder, _of_heads(read_json(folder / layout.fields_file)), layout.fields, ignored)
     found, tensors = layout.read(folder)
@@ -311,10 +294,7 @@ def _of_heads(raw: Fields) -> Fields:
 
 
 def load_tensors(head: nn.Module, tensors: Tensors, what: str, assign: bool = False) -> None:
-    """Load all tensors of a head and no others; `what` begins the message of an error.
-
-    With `assign` they become the parameters themselves, in their own dtype.
-    """
+    """Load all tensors of a head and no others, with `assign` as its parameters; `what` begins an error's message."""
     try:
         result = head.load_state_dict(tensors, strict=False, assign=assign)
     except RuntimeError as error:  # another shape
@@ -323,20 +303,8 @@ def load_tensors(head: nn.Module, tensors: Tensors, what: str, assign: bool = Fa
         raise ValueError(f"{what}: {', '.join(names[:5])}")
 
 
-def refuse_published(name: str | PathLike | None, kind: type) -> None:
-    """Refuse a directory that `from_official` of a class reads, with that name."""
-    folder = Path(str(name))
-    fields = read_json(folder / "config.json")
-    is_own = fields.get("model_type") == MTPHeadConfig.model_type or not folder.is_dir()
-    layout = None if is_own else published_layout(folder, fields)
-    if layout is not None:
-        raise ValueError(
-            f"{name} has the layout {layout.name!r} of other tools: load it with {kind.__name__}.from_official"
-        )
-
-
 def backbone_from_official(folder: Path) -> PreTrainedModel:
-    """Return the backbone in a directory that holds it with its heads; see `MTPHeads.backbone_from_official`."""
+    """See `MTPHeads.backbone_from_official`."""
     if (folder / PARAMS).is_file():
         config, tensors = read_backbone(folder)
         config.dtype = next(iter(tensors.values())).dtype
@@ -358,10 +326,9 @@ def export_head(
     if chosen is None:
         names = ", ".join(known.name for known in family.layouts) or "none"
         raise ValueError(f"layout={layout!r} holds no head_type={config.head_type!r}; choose one of: {names}")
-    if reason := chosen.refusal(config) or (config.draft_layers and "it holds no draft layers"):
+    unheld = [f"{name}={value}" for name in ("draft_layers", "draft_vocab_size") if (value := getattr(config, name))]
+    if reason := chosen.refusal(config) or (unheld and f"it holds no {unheld[0]}"):
         raise ValueError(f"layout={layout!r}: {reason}")
-    if config.draft_vocab_size is not None:
-        raise ValueError(f"layout={layout!r} holds no draft_vocab_size={config.draft_vocab_size}")
     fields, named = chosen.write(config, tensors, backbone())
     named = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
     if chosen.fields_file == "config.json":
@@ -374,27 +341,18 @@ def export_head(
 
 
 def engine_layout(config: MTPHeadConfig, engine: str) -> HeadLayout | None:
-    """Return the layout in which an engine runs heads; None: as they are saved, by a class of its user's.
-
-    Raises:
-        ValueError: An engine that cannot run them.
-    """
-    if engine != "vllm":
-        raise ValueError(f"engine={engine!r} runs no heads of this kind; choose 'vllm'")
+    """Return the layout in which an engine runs heads; None: as they are saved, by a class of its user's."""
     family = FAMILIES[config.head_type]
-    if more := family.reads_besides(config):
-        raise ValueError(
-            f"vllm cannot run heads of head_type={config.head_type!r}: they read {more}, and it passes the last "
-            "hidden state alone"
-        )
-    if config.draft_vocab_size is not None:
-        raise ValueError(f"vllm cannot run heads of draft_vocab_size={config.draft_vocab_size}: it drafts every token")
+    reads = family.reads_besides(config)
+    if engine != "vllm" or reads or config.draft_vocab_size is not None:
+        what = f"head_type={config.head_type!r}, draft_vocab_size={config.draft_vocab_size}"
+        besides = f", which read {reads}" if reads else ""
+        raise ValueError(f"engine={engine!r} cannot run heads of {what}{besides}")
     return next((layout for layout in family.layouts if layout.name == engine and layout.refusal(config) is None), None)
 
 
-def published_layout(directory: Path, fields: Fields | None = None) -> HeadLayout | None:
+def published_layout(directory: Path, fields: Fields) -> HeadLayout | None:
     """Return the layout of other tools that a directory of heads has, if any; `fields` are those of its config.json."""
-    fields = read_json(directory / "config.json") if fields is None else fields
     layouts = [MTPC, *(layout for family in FAMILIES.values() for layout in family.layouts)]
     return next((layout for layout in layouts if layout.recognises(directory, fields)), None)
 

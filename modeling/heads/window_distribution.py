@@ -31,14 +31,9 @@ class Given:
 class TokenReader:
     """The tokens of a draft so far, as the leaves and transitions after them read them.
 
-    Args:
-        look_up: From a token [...] to the biases of the next positions, side by side, [..., count v], in memory that
-            nobody else reads, and that of the transition after it.
-        size: v.
-
-    Attributes:
-        bias: [..., v], of the leaf logits of the next position; None: none.
-        moves: [..., r, r], of the logits of the transitions after the tokens that are read; None: none.
+    `look_up` makes of a token [...] the biases of the next positions, side by side, [..., count v], in memory that
+    nobody else reads, and that of the transition after it. `bias` [..., v] is of the leaf logits of the next position,
+    `moves` [..., r, r] of the logits of the transitions after the tokens that are read.
     """
 
     def __init__(self, look_up: Callable[[Tensor], tuple[Tensor, Tensor | None]], size: int) -> None:
@@ -122,23 +117,14 @@ class WindowDistribution(ABC):
 
     @abstractmethod
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Let `choose` pick from each exact conditional in turn.
-
-        Args:
-            choose: Picks tokens and states the distribution that it picked from.
-            length: Number of tokens; None: the window.
+        """Let `choose` pick `length` tokens (None: the window), each from its exact conditional.
 
         Returns:
             tokens [..., length], and the distributions they were drawn from [..., length, v].
         """
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n].
-
-        Args:
-            tokens: [..., n] int64.
-            unknown: [..., n], True where a token is not known and is summed out; its own entry is then 0.
-        """
+        """Return log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n]; 0 at `unknown` ones, which are summed out."""
         prefix = self.prefix_log_prob(tokens) if unknown is None else self.prefix_log_prob(tokens, unknown)
         before = torch.nn.functional.pad(prefix[..., :-1], (1, 0))
         return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))  # -inf - -inf is NaN
@@ -163,34 +149,30 @@ class WindowDistribution(ABC):
 class _ConditionalsDistribution(WindowDistribution):
     """A distribution that is defined by its conditionals."""
 
-    def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        chosen = self._token_log_probs(tokens)
-        return chosen if unknown is None else chosen.masked_fill(unknown, 0)
+    @abstractmethod
+    def _all_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [..., n, v] of all conditionals along tokens [..., n]."""
 
-    def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return the conditionals [..., n] at tokens [..., n], from logits where they are known."""
-        return at_tokens(self.conditional_log_probs(tokens), tokens)
+    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
+        return self._all_logits(tokens).log_softmax(-1).expand(*tokens.shape, -1)  # [..., n, v]
+
+    def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
+        chosen = log_probs_at(self._all_logits(tokens), tokens)
+        return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         return self.token_log_probs(tokens, unknown).cumsum(-1)
 
 
 class FactorisedDistribution(_ConditionalsDistribution):
-    """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024).
-
-    Args:
-        leaf_logits: [..., n, 1, v].
-    """
+    """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024), from leaf_logits [..., n, 1, v]."""
 
     def __init__(self, leaf_logits: Tensor) -> None:
         self.leaf_logits = leaf_logits
         self.window = leaf_logits.shape[-3]
 
-    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        return self.leaf_logits[..., 0, :].log_softmax(-1).expand(*tokens.shape, -1)  # [..., n, v]
-
-    def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        return log_probs_at(self.leaf_logits[..., 0, :], tokens)
+    def _all_logits(self, tokens: Tensor) -> Tensor:
+        return self.leaf_logits[..., 0, :]
 
     def given(self, given: Given) -> FactorisedDistribution:
         """Return the distribution with biased leaves."""
@@ -214,9 +196,6 @@ class FactorisedDistribution(_ConditionalsDistribution):
 
 class SequentialDistribution(_ConditionalsDistribution):
     """q(x) = prod_k softmax(next_logits(e(x_1), .., e(x_{k-1})))[x_k].
-
-    Conditioning on a token is exact and free. With known tokens all conditionals are evaluated without a loop over the
-    batch or over drafts; drafting takes one step per token.
 
     Args:
         next_logits: The conditionals.
@@ -243,15 +222,7 @@ class SequentialDistribution(_ConditionalsDistribution):
         """Logits of the first free position, [..., 1, 1, V]."""
         return self._logits(self.known)[..., None, None, :]
 
-    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return teacher-forced conditionals: each reads the tokens before it."""
-        return self._all_logits(tokens).log_softmax(-1)  # [..., n, V]
-
-    def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        return log_probs_at(self._all_logits(tokens), tokens)
-
     def _all_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits [..., n, V] of teacher-forced conditionals."""
         prefix = self._extended(tokens[..., :-1])  # [..., j + n - 1, d]
         bound = self.known.shape[-2]
         if self.together is not None:
@@ -292,10 +263,6 @@ class PartialDistribution(WindowDistribution):
     """A distribution whose columns are the tokens of a draft vocabulary, over all token ids: 0 for the others.
 
     A token without a column may come first, as verification may add any token, or be in a sequence to evaluate.
-
-    Args:
-        inner: The distribution; its `codes` are set.
-        vocabulary: The tokens.
     """
 
     def __init__(self, inner: WindowDistribution, vocabulary: DraftVocabulary) -> None:

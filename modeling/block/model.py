@@ -27,6 +27,7 @@ from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import (
     Fields,
     naming,
+    optional_file,
     read_tensors,
     weight_files,
     write_json,
@@ -34,8 +35,8 @@ from ...generation.tensors.tensor_files import (
 from ...generation.tensors.wrapped_models import has_own_cache, input_embeddings, untyped, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
-from ..common.drafter_configs import check_kind, new_config, warn_of_kind
-from ..common.foreign import ForeignLayoutsMixin, Stored, optional_file
+from ..common.drafter_configs import check_kind, new_config
+from ..common.foreign import ForeignLayoutsMixin, Stored
 from .layouts import OVERRIDES, check_overrides, checked_layout, default_ids, foreign_drafter, written
 from .learning import BlockLearner
 from .session import BlockSession
@@ -187,7 +188,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             self.config.vocab_size = self.config.draft_vocab_size = backbone.config.get_text_config().vocab_size
             self.draft_size = self.config.vocab_size
         adopt_fields(self.config, backbone)
-        warn_of_kind(self.config, backbone, "block drafter")
 
     def longest_draft(self) -> int:
         """Return m."""

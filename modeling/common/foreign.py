@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -10,18 +9,23 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils.hub import cached_file
 
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, refuse_unknown
+from ...generation.tensors.tensor_files import (
+    HUB_OPTIONS,
+    Fields,
+    hub_options,
+    optional_file,
+    read_json,
+    refuse_unknown,
+)
 from ...generation.tensors.wrapped_models import Kwargs
 from .draft_vocabulary import check_offsets
 from .learning import DraftModel
-from .loading import check_is_there
+from .loading import stored_kinds
 
 _QUANTIZATION = "hf_quant_config"
 """The file (.json) in which Model-Optimizer says how weights are packed."""
-_MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
 """The configuration of a stored drafter, and its tensors where they are not in this library's layout."""
 
@@ -59,13 +63,7 @@ class ForeignLayoutsMixin(DraftModel):
 
     @classmethod
     def load_stored(cls, name: str | PathLike, fields: Fields, kwargs: Kwargs) -> Any:
-        """Return the drafter in a directory or repository.
-
-        Args:
-            name: Of the directory or repository.
-            fields: See `read_foreign`.
-            kwargs: Of `from_pretrained`, and `ignore_fields`.
-        """
+        """Return the drafter in a directory or repository; `fields` as for `read_foreign`."""
         wants_info, ignored = kwargs.pop("output_loading_info", False), kwargs.pop("ignore_fields", None) or ()
         config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs, ignored)
         if state is not None:
@@ -89,17 +87,14 @@ class ForeignLayoutsMixin(DraftModel):
     def _read(
         cls, name: str | PathLike, passed: object, fields: Fields, options: Kwargs, ignored: Sequence[str] = ()
     ) -> Stored:
-        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
-        if isinstance(passed, PreTrainedConfig):
-            raw = passed.to_dict()
+        hub, config = hub_options(options), passed if isinstance(passed, PreTrainedConfig) else None
+        raw = PreTrainedConfig.get_config_dict(name, **hub)[0] if config is None else config.to_dict()
+        if raw.get("model_type") in stored_kinds():
+            cls.check_model_type(name, config, **hub)
         else:
-            check_is_there(name)
-            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
-        if not raw:
-            raise ValueError(f"{name}: no config.json")
-        if raw.get("model_type") != cls.config_class.model_type:
-            cls.refuse_other_drafter(name, raw.get("model_type"))
-            return cls.read_foreign(name, raw | _quantization(name, hub), hub, fields, ignored)
+            if packing := optional_file(name, f"{_QUANTIZATION}.json", hub):
+                raw = raw | {_QUANTIZATION: read_json(Path(packing))}
+            return cls.read_foreign(name, raw, hub, fields, ignored)
         changed = {key: value for key, value in fields.items() if value is not None}
         cls.check_fields(name, raw, changed)
         return cls.config_class.from_dict(raw | changed), None
@@ -120,13 +115,3 @@ class ForeignLayoutsMixin(DraftModel):
         layout = self.config.layout
         reason = f"layout={layout!r} is for other tools, and config.layout decides"
         return super().without_code() if layout == "tokenahead" else reason
-
-
-def optional_file(name: str | PathLike, file: str, hub: Fields) -> str | None:
-    """Return the path of a file that a directory or a Hub repository may hold."""
-    return cached_file(name, file, **{**hub, **_MAY_LACK})
-
-
-def _quantization(name: str | PathLike, hub: Fields) -> Fields:
-    file = optional_file(name, f"{_QUANTIZATION}.json", hub)
-    return {} if file is None else {_QUANTIZATION: json.loads(Path(file).read_text(encoding="utf-8"))}

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.fields import requested_states
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import AttachableDrafter, NoGenerationMixin
+from ...generation.contract import requested_states
 from ...generation.drafter import DrafterFacts
 from ..heads.context import add_tables
 from ..heads.family import distribution_after, window_distribution

@@ -47,9 +47,7 @@ from ...generation.tensors.tensor_files import (
     read_tensors,
     renamed,
     tensor_dtypes,
-    unlisted_file,
     weight_files,
-    wrapped_names,
 )
 from ...generation.tensors.wrapped_models import Kwargs, untyped, whole_state
 from ..common.backbone_parts import final_norm, layer_kind
@@ -74,18 +72,9 @@ def check_checkpoint(
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
     dtypes = tensor_dtypes(name, variant, **hub)
     _check_scales(name, dtypes, config)
-    if reason := wrapped_names(dtypes):
-        raise ValueError(f"{name}: {reason}")
     if inference_only:
         return config, False
     stored = _count_stored(dtypes, family, layers)
-    if not stored or stored != (stored if wanted is None else wanted):
-        prefixes = [each for k in range((wanted or 0) + 1) for each in family.prefixes(layers, k)]
-        if file := unlisted_file(name, lambda key: key.startswith(tuple(prefixes)) and key not in dtypes):
-            raise ValueError(
-                f"{name}: {file} holds tensors of modules ({prefixes[0]}*), but no index lists it: add them to the "
-                "weight_map of model.safetensors.index.json"
-            )
     if not stored:
         example = family.prefixes(layers, 0)[0]
         raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
@@ -323,10 +312,6 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
                     del layer.shared_head
             if count:
                 self.init_weights()  # initialises the added parts only
-
-        @classmethod
-        def file_name(cls, name: str) -> str:
-            return family.file_name(name, num_layers(config), count)
 
     # transformers looks up conversions by class and module name
     Extended.__name__, Extended.__module__ = original.__name__, original.__module__

@@ -12,15 +12,16 @@ from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, 
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
-from ...configuration.fields import field, requested_states
+from ...configuration.fields import field
 from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions
+from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS, check_stored
+from ...generation.tensors.tensor_files import check_stored, hub_options
 from ...generation.tensors.wrapped_models import Kwargs, PicklableMixin, WrapperMixin, checkpointing_paused, untyped
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
@@ -150,7 +151,7 @@ class DeepSeekMTP(
                 missing tensors, shapes or scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        hub = hub_options(kwargs)
         if name is not None:
             check_stored(name, config, kwargs.get("variant"), **hub)
         if name is not None and not inference_only:

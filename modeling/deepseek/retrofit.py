@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ...generation.tensors.shared_models import whole_copy
-from ...generation.tensors.tensor_files import HUB_OPTIONS, check_index
+from ...generation.tensors.tensor_files import check_index, hub_options
 from ...generation.tensors.wrapped_models import Kwargs, sharing_copy, uncompiled, unwrap
 from ..common.backbone_parts import final_norm, layer_kind
 from .conversion import (
@@ -51,7 +51,7 @@ def retrofit(
     if eh_init not in _SHARES:
         raise ValueError(f"eh_init={eh_init!r} is unknown; choose 'embedding', 'hidden' or 'both'")
     if loads:
-        check_index(model_or_path, **{key: options[key] for key in HUB_OPTIONS if key in options})
+        check_index(model_or_path, **hub_options(options))
         main = AutoModelForCausalLM.from_pretrained(model_or_path, **options)
     else:
         unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel

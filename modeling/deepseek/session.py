@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
+from ...generation.backbone.cache import drafter_layout, of_accepted
 from ...generation.backbone.convolved import module_layers, own_columns
-from ...generation.backbone.drafting import drafter_layout, of_accepted
 from ...generation.backbone.indexed import real_tokens
 from ...generation.backbone.target import note_positions
 from ...generation.call.constraints import DraftMasks

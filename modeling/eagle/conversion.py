@@ -34,7 +34,6 @@ from ..common.drafter_configs import (
     new_config,
     rope_of,
     verifier_fields,
-    warn_of_kind,
 )
 
 logger = logging.get_logger(__name__)
@@ -69,8 +68,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
 
 
 def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
-    """Warn about what lets fewer drafts be accepted: another kind of backbone, or states that nobody named."""
-    warn_of_kind(config, backbone, "EAGLE head")
+    """Warn of states that nobody named, which may let fewer drafts be accepted."""
     if config.num_aux and config.aux_layers is None and config.layout != "tokenahead":
         layers = default_aux_layers(backbone.config.get_text_config().num_hidden_layers)
         logger.warning_once(

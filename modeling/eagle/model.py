@@ -131,6 +131,8 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         if backbone.device.type != "meta":  # not offloaded
             dtype = backbone.dtype if backbone.dtype.is_floating_point else None
             untyped(self).to(backbone.device, dtype)
+        layers = resolved_aux_layers(self.config, backbone.config.get_text_config().num_hidden_layers)
+        self.hidden_layers = layers or -1
         adopt_fields(self.config, backbone)
         warn_of_misfit(self.config, backbone)
 

@@ -84,8 +84,12 @@ class EagleNetwork(DraftModel):
 
     Args:
         config: See `EagleHeadConfig`.
+
+    Attributes:
+        hidden_layers: Indices of the `hidden_states` of its backbone that `fuse` reads; -1: the last one.
     """
 
+    hidden_layers: int | list[int]
     config: EagleHeadConfig
     config_class = EagleHeadConfig
 
@@ -93,6 +97,7 @@ class EagleNetwork(DraftModel):
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self._backbones = []
+        self.hidden_layers = -1
         width = config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
@@ -117,13 +122,6 @@ class EagleNetwork(DraftModel):
             self.norm = LlamaRMSNorm(width, eps=eps)
             self.lm_head = nn.Linear(width, self.draft_size, bias=False)
         self.post_init()
-
-    @property
-    def hidden_layers(self) -> int | list[int]:
-        """Indices of the backbone's `hidden_states` that `fuse` reads; -1: the last one."""
-        if not self.config.num_aux:
-            return -1
-        return resolved_aux_layers(self.config, self.backbone.config.get_text_config().num_hidden_layers)
 
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the head's own embeddings, or None where it reads the backbone's."""
@@ -243,9 +241,11 @@ class EagleNetwork(DraftModel):
     def embedding(self) -> Callable[[Tensor], Tensor]:
         """Return the embedding of tokens, without a family's scale, with which heads are not trained."""
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
-        if type(table) is not nn.Embedding and not is_unit(table):
-            return partial(nn.functional.embedding, weight=cast(nn.Embedding, table).weight.detach())
-        return partial(frozen, table) if torch.is_grad_enabled() or is_unit(table) else cast(nn.Embedding, table)
+        if type(table) is nn.Embedding and not torch.is_grad_enabled():
+            return table
+        if type(table) is nn.Embedding or is_unit(table):
+            return partial(frozen, table)
+        return partial(nn.functional.embedding, weight=cast(nn.Embedding, table).weight.detach())
 
     def _mask(
         self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
@@ -261,7 +261,7 @@ class EagleNetwork(DraftModel):
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=position_ids,
-            **untyped({CACHE: cache}),
+            **cast(Any, {CACHE: cache}),
         )
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...generation.backbone.drafting import DrafterLayout, drafter_layout, of_accepted
+from ...generation.backbone.cache import drafter_layout, of_accepted
+from ...generation.backbone.static import DrafterLayout
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, block_chain, grow_chain
 from ...generation.call.sequences import NewTokens, Sequences
@@ -63,7 +64,7 @@ class EagleSession(DraftSession):
         self.hidden_layers: HiddenLayers = (layers := head.hidden_layers)
         self.layers = [layers] if isinstance(layers, int) else layers
         self.embed = head.embedding()
-        self.draft_ids: Tensor | None = head.draft_ids
+        self.draft_ids: Tensor | None = None if head.draft_size == head.config.vocab_size else head.draft_ids
         self.vocab_size = head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), list[_Pairs]()
         self.prompt: Tensor | None = None
@@ -72,7 +73,8 @@ class EagleSession(DraftSession):
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
         self.view, prompt, options = view, self._features(outputs.hidden_states), self.options  # [B, L, d]
-        self.layout = drafter_layout(view, prompt.shape[1], options.max_length, most_nodes(options), "eagle")
+        span = 1 + self.num_tokens if options.draft_tree is None else most_nodes(options)
+        self.layout = drafter_layout(view, prompt.shape[1], options.max_length, span, "eagle")
         self.layout.install_layers(self.cache)
         self.draft_ids = None if self.draft_ids is None else view.held("eagle.draft_ids", self.draft_ids)  # [v]
         if isinstance(self.layout, DrafterLayout):
@@ -104,7 +106,7 @@ class EagleSession(DraftSession):
             self._append_pairs(pairs)
         self.pairs.clear()
         features, self.layout.block_offset = self.features if features is None else features, 0
-        masks = self.options.masks(tokens)
+        masks = self.options.masks(tokens) if self.options.processors else None
         if self.options.draft_tree is None:
             return self._chain(features, length, masks)
         return grow(_Growth(self, features), self.options, length, masks)

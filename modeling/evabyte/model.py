@@ -27,7 +27,7 @@ from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions, to_device
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.shared_models import call
-from ...generation.tensors.tensor_files import HUB_OPTIONS, below, warn_of_numbers
+from ...generation.tensors.tensor_files import below, hub_options
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
@@ -75,7 +75,6 @@ def install_published(model: PreTrainedModel, folder: Path) -> None:
         if (own := getattr(model.config, name)) != value:
             raise ValueError(f"{folder}: {name} of its backbone is {value}, and this backbone has {own}")
     del fields["base_model_name_or_path"]
-    warn_of_numbers(folder, tensors.items())
     config = cast(EvaByteConfig, deepcopy(model.config))  # which also says how the layers attend
     config.mtp_head = MTPHeadConfig(**fields)
     config.validate()
@@ -230,7 +229,7 @@ class EvaByteForMTPC(
         if isinstance(kwargs.get("mtp_head"), dict):
             check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
         name = pretrained_model_name_or_path
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        hub = hub_options(kwargs)
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, kwargs.get("config"), **hub)
         config, kwargs = config_and_options(name, **kwargs)

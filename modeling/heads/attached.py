@@ -24,8 +24,7 @@ from ...configuration.head_families import HEAD_FAMILIES
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import adopt_fields
-from ...generation.backbone.cache import block_mask
-from ...generation.backbone.drafting import drafter_layout, of_accepted
+from ...generation.backbone.cache import block_mask, drafter_layout, of_accepted
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chosen, warped
 from ...generation.call.sequences import Sequences

@@ -30,11 +30,11 @@ from ...generation.tensors.tensor_files import (
     Tensors,
     below,
     count_of,
+    names_in,
     read_json,
     read_tensors,
     renamed,
     tensor_names,
-    unlisted_file,
     weight_files,
 )
 from ...generation.tensors.wrapped_models import input_embeddings
@@ -260,9 +260,8 @@ def _refusal(config: MTPHeadConfig) -> str | None:
 def _is_official(directory: Path, fields: Fields) -> bool:
     if any(directory.glob("medusa_lm_head.*")) or "medusa_num_heads" in fields:
         return True
-    names = tensor_names(directory)  # of a merged model that does not say so
-    is_unlisted = bool(names) and unlisted_file(directory, lambda name: name.startswith(_MERGED)) is not None
-    return is_unlisted or any(name.startswith(_MERGED) for name in names)
+    files = (names_in(file) for file in directory.glob("*.safetensors"))  # of a merged model that does not say so
+    return any(name.startswith(_MERGED) for names in (tensor_names(directory), *files) for name in names)
 
 
 def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:

@@ -33,7 +33,6 @@ from ...generation.tensors.tensor_files import (
     read_yaml,
     refuse_unknown,
     unwrapped,
-    warn_of_numbers,
     write_json,
 )
 from ...generation.tensors.wrapped_models import untyped
@@ -272,7 +271,6 @@ def heads_from_official(
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYERS)}
     if adapters:
         found = with_backbone(folder, found, backbone)
-    warn_of_numbers(folder, (tensors | adapters).items())
     config = MTPHeadConfig(**(found | fields))
     what = f"{folder}: its tensors do not make {config.head_type!r} heads"
     is_circuit = FAMILIES[config.head_type].circuit is not None  # whose tensors are all there: nothing is drawn first

@@ -27,7 +27,6 @@ from ...generation.tensors.shared_models import load_sharded
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
-from ...modeling.common.loading import with_article
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, is_row_wise, taken_columns
 from ..columns import PER_TOKEN, template_options
@@ -172,9 +171,7 @@ def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel, o
         )
     drafter = load_drafter(name, backbone, "drafter", kind, **options)
     if not drafter.is_apart or is_parallel(drafter):
-        raise ValueError(
-            f"drafter={arguments.drafter!r} holds {with_article(type(drafter).__name__)}: it is no drafter apart"
-        )
+        raise ValueError(f"drafter={arguments.drafter!r} holds {type(drafter).__name__}: it is no drafter apart")
     return drafter
 
 

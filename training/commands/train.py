@@ -102,7 +102,7 @@ def _train(requested: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer
     directory, training = requested.output, requested.training
     # settings that need no data are checked before the backbone writes any
     check_kernels(training)
-    acceptance, own = _callbacks(requested)
+    _, own = _callbacks(requested)
     settings = with_moved_backbone(requested)
     trainee = build(settings)
     note_backbone(trainee, requested, settings)
@@ -112,7 +112,6 @@ def _train(requested: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer
     writer = RunWriter(requested, facts_of(trainee, settings))
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*own, *callbacks, writer])
-    acceptance.metric_names(trainer)  # acceptance alone would choose the worst backbone
     draft_frequent_tokens(trainer, trainee, settings)
     pushes = training.push_to_hub
     if pushes:  # a value that no card may show is refused before the first step

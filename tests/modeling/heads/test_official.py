@@ -225,7 +225,7 @@ class _Code:
 
 def test_a_pickle_with_code_is_not_unpickled(tmp_path, capsys):
     (tmp_path / "medusa_lm_head.pt").write_bytes(pickle.dumps({"0.0.linear.weight": _Code()}))
-    with pytest.raises(ValueError, match="holds more than tensors"):
+    with pytest.raises(ValueError, match="more than tensors"):
         MTPHeads.from_official(tmp_path)
     assert "run" not in capsys.readouterr().out
 

@@ -194,7 +194,7 @@ def test_a_drafter_that_does_not_fit_is_named(llama: tuple[str, str]) -> None:
         "heads:nowhere": "--drafter nowhere: no such directory",
         "own": "--drafter own: a LlamaForCausalLM does not draft",
         "transformers:prompt_lookup": "cannot be watched",
-        "plain": "cannot be watched",
+        "plain": "choose of",
     }.items():
         with pytest.raises((ValueError, OSError), match=words):
             named_model(llama[0], drafter)

@@ -17,8 +17,8 @@ from ...generation.attach import AttachableDrafter, NoGenerationMixin
 from ...generation.contract import requested_states
 from ...generation.drafter import DrafterFacts
 from ..heads.context import add_tables
+from ..heads.family import distribution_after, window_distribution
 from ..heads.losses import DepthLossMixin, counts_of_update, depth_weights
-from ..heads.registry import distribution_after, window_distribution
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
 from .draft_vocabulary import DraftVocabulary, drafted_tokens

@@ -67,6 +67,7 @@ def test_a_flag_leaves_the_word_after_it_alone():
     assert cli._parse(["card", "--overwrite", "directory"]).model == "directory"
 
 
+@pytest.mark.by_day(most=6)
 @pytest.mark.core_cases("arguments0---seconds: '0' must be a number above 0")
 @pytest.mark.parametrize(
     ("arguments", "named"),

@@ -137,6 +137,7 @@ def test_a_peft_that_transformers_refuses_is_named(monkeypatch):
     assert obstacle_of_peft() is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_private_function_takes_what_we_pass(name):
     module, _, kind = OWNERS[name].partition(":")
@@ -145,6 +146,7 @@ def test_a_private_function_takes_what_we_pass(name):
     assert found[: len(PARAMETERS[name].split())] == PARAMETERS[name].split()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("owner", "name"), OTHERS, ids=label)
 def test_a_private_attribute_exists(owner, name):
     assert hasattr(owner, name)

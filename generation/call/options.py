@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
 GENERATE_KWARGS = (
-    "verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary", "scope",
+    "verification", "draft_tree", "uniforms", "seed", "slot_budget", "draft_vocabulary", "scope",
 )  # fmt: skip
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
 _ANY = 1 << 31
@@ -51,8 +51,8 @@ class CallOptions:
         threshold: A chain ends with a token that its own distribution gave less probability in every sequence; 0:
             never. Trees, n-grams and parallel token prediction ignore it with a warning.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
-        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
-            prediction, `draft_vocabulary` of sequential modules, `scope` of look-ups that remember text, tokenizers of
+        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget` of parallel token prediction,
+            `draft_vocabulary` of sequential modules, `scope` of look-ups that remember text, tokenizers of
             assistants.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from the call's uniforms.
         speculates: Whether drafts are made.

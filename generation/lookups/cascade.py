@@ -74,26 +74,18 @@ class DrafterCascade(AttachableDrafter):
 
     @property
     def label(self) -> str:
-        """See `BaseDrafter`."""
         return f"{type(self).__name__} of {', '.join(drafter.label for drafter in self.drafters)}"
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The backbone's."""
         return self.backbone.config
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse what any of the drafters refuses, and trees where only chains can be verified.
-
-        Raises:
-            ValueError: The backbone does not fit.
-        """
+        """Refuse what any of the drafters refuses, and trees where only chains can be verified."""
         for drafter in self.drafters:
             drafter.check_backbone(backbone)
         if self.joins and (is_recurrent(DynamicCache(config=backbone.config)) or not takes_dense_masks(backbone)):
-            raise ValueError(
-                f"joins=True verifies trees of drafts, and {type(backbone).__name__} takes chains alone: leave it out"
-            )
+            raise ValueError(f"joins=True verifies trees, and {type(backbone).__name__} takes chains alone")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Attach the drafters that are not yet; they stay attached when the cascade is detached."""
@@ -101,29 +93,21 @@ class DrafterCascade(AttachableDrafter):
             drafter.attach(backbone)
 
     def longest_draft(self) -> int | None:
-        """Return the most of all."""
         longest = [drafter.longest_draft() for drafter in self.drafters]
         return None if None in longest else max(each or 0 for each in longest)
 
     def default_draft(self) -> int:
-        """Return the most of all."""
         return max(drafter.default_draft() for drafter in self.drafters)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return those of all."""
         parts = ((index, each) for index, drafter in enumerate(self.drafters) for each in drafter.parts().items())
         return {f"{index}.{name}": part for index, (name, part) in parts}
 
     def obstacle(self, config: GenerationConfig, model_kwargs: Kwargs) -> str | None:
-        """Return the first of any."""
         return next(filter(None, (drafter.obstacle(config, model_kwargs) for drafter in self.drafters)), None)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Request a tree where drafts are joined, so that there is room for one.
-
-        Raises:
-            ValueError: Another tree is requested.
-        """
+        """Request a tree where drafts are joined, so that there is room for one."""
         if self.joins and options.draft_tree is not None:
             raise ValueError(f"draft_tree={options.draft_tree!r}: with joins=True the last drafter's is a chain")
         options = super().prepare_call(options, config)
@@ -138,7 +122,6 @@ class DrafterCascade(AttachableDrafter):
         return replace(prepared, num_assistant_tokens=max(longest, number), draft_tree=tree)
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a function by which the drafters forget the text that they have read since."""
         points = [drafter.restore_point() for drafter in self.drafters]
 
         def restore() -> None:
@@ -148,11 +131,7 @@ class DrafterCascade(AttachableDrafter):
         return restore
 
     def start(self, options: DraftOptions) -> CascadeSession:
-        """Return the session of one call.
-
-        Raises:
-            ValueError: A drafter that cannot be one of several.
-        """
+        """Return the session of one call; a ValueError names a drafter that cannot be one of several."""
         sessions = []
         for drafter in self.drafters:
             tree, number = None, drafter.default_draft()
@@ -180,7 +159,6 @@ class LookupCalibration:
 
     @property
     def factor(self) -> float:
-        """Accepted by expected tokens."""
         return (_START + self.accepted) / (_START + self.expected)
 
     def note(self, expected: float = 0.0, accepted: float = 0.0) -> None:
@@ -238,5 +216,4 @@ class CascadeSession(DraftSession):
             session.finish(statistics)
 
     def coverage(self, tokens: Tensor) -> float | None:
-        """Return the last drafter's: look-ups draft every token."""
         return self.sessions[-1].coverage(tokens)

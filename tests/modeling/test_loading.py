@@ -63,6 +63,7 @@ def test_loading_info_is_still_there(folder):
     assert isinstance(model, EvaByteForMTPC) and not info["missing_keys"]
 
 
+@pytest.mark.by_day(most=4)
 @pytest.mark.parametrize("model_class", [EvaByteForMTPC, EvaByteModel, MTPHeads, PTPForCausalLM])
 @pytest.mark.parametrize("options", [{}, {"mtp_head": {"window": 2}}, {"features": "scalar"}])
 def test_another_architecture(model_class, options, tmp_path):

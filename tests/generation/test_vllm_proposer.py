@@ -12,8 +12,7 @@ import torch
 
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeads
-from tokenahead.model_cards.vllm import register
-from tokenahead.model_cards.vllm_proposer import HeadProposer, listen
+from tokenahead.model_cards.vllm import HeadProposer, listen, register
 
 KINDS = {
     "ff": {},

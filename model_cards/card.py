@@ -143,7 +143,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, 
         TypeError: One without a multi-token head.
     """
     model = config_or_model if isinstance(config_or_model, PreTrainedModel) else None
-    config = config_or_model if model is None else model.config
+    config: Any = config_or_model if model is None else model.config
     # not `config.architectures`: official files name classes of the official code
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), object)
     kind: Any = known if model is None else type(model)

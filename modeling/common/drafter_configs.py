@@ -59,10 +59,13 @@ def new_config(
 
 
 def check_kind(backbone: PreTrainedModel) -> None:
-    """Refuse a backbone with several hidden states per layer (Gemma 3n), which MTPHeads read."""
+    """Refuse a backbone without one hidden state per layer (Gemma 3n), attention and computed positions."""
     text, name = backbone.config.get_text_config(), type(backbone).__name__
     if field(text, "altup_num_inputs", default=1) > 1:
         raise ValueError(f"{name}: altup_num_inputs={text.altup_num_inputs}; a drafter here reads one state per layer")
+    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    if missing := [each for each in needed if field(text, each) is None]:
+        raise ValueError(f"{name}: its config has no {', '.join(missing)}; MTPHeads fit any")
 
 
 def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:

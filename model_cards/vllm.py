@@ -29,8 +29,7 @@ from ..generation.tensors.sampling import draw
 from ..generation.tensors.tensor_files import read_tensors, refuse_unknown
 from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.backbone_parts import BackboneParts
-from ..modeling.heads.family import FAMILIES
-from ..modeling.heads.registry import build_head, distribution_after
+from ..modeling.heads.family import FAMILIES, build_head, distribution_after
 
 logger = logging.getLogger(__name__)
 OPTION = "tokenahead_heads"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import get_annotations
 from typing import Any, TypeVar
 
@@ -96,6 +96,13 @@ def _of_all_layers(rope: Fields) -> Fields:
     """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
     nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
     return next((each for each in nested if isinstance(each, dict)), rope)
+
+
+def with_prefixes(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """Return a tensor's name with the beginnings that a layout renames, theirs and ours, one rename after the other."""
+    for theirs, ours in renames:
+        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name
 
 
 def check_columns(owner: object, columns: int, layers: Sequence[int | None], width: int, option: str) -> None:

@@ -16,7 +16,7 @@ from ..block.model import BlockDrafter
 from ..eagle.conversion import is_foreign_head
 from ..eagle.model import EagleHead
 from ..heads.attached import MTPHeads
-from ..heads.conversion import holds_backbone, published_layout
+from ..heads.official import holds_backbone, published_layout
 from .loading import stored_kinds
 
 _FILES = ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"]

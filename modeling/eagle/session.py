@@ -41,17 +41,11 @@ from .modules import EagleNetwork
 
 @dataclass
 class _Pairs:
-    """New pairs of true features; those of a sequence come first, and what follows them is arbitrary.
+    """New pairs of true features; those of a sequence come first, and what follows them is arbitrary."""
 
-    Attributes:
-        features: [B, P, d].
-        ids: [B, P] int64.
-        new: How many each sequence has; None: the prompt's.
-    """
-
-    features: Tensor
-    ids: Tensor
-    new: NewTokens | None = None
+    features: Tensor  # [B, P, d]
+    ids: Tensor  # [B, P] int64
+    new: NewTokens | None = None  # how many each sequence has; None: the prompt's
 
 
 class EagleSession(DraftSession):
@@ -163,16 +157,7 @@ class EagleSession(DraftSession):
 class _FixedPairs:
     """New pairs in as many columns in every cycle; those beyond a sequence's own are zeros, and seen by nobody.
 
-    The prompt's pairs but the last one, whose token is not known yet, run at once.
-
-    Args:
-        session: Runs pairs.
-        layout: Of its cache.
-        prompt: [B, L, d], features.
-
-    Attributes:
-        features: [B, P, d].
-        new: [B] int64, how many are a sequence's own.
+    The prompt's pairs [B, L, d] but the last one, whose token is not known yet, run at once.
     """
 
     def __init__(self, session: EagleSession, layout: DrafterLayout, prompt: Tensor) -> None:

@@ -55,7 +55,7 @@ def test_versions_of_transformers_are_those_that_are_tested():
 def test_only_imports_differ_from_the_source():
     path = module._ROOT / "modeling" / "heads" / "registry.py"
     ours = ast.parse(path.read_text(encoding="utf-8"))
-    theirs = ast.parse(bundle("modeling.evabyte.model")[1]["modeling_heads_registry.py"])
+    theirs = ast.parse(bundle("modeling.evabyte.model")[1]["modeling_heads_family.py"])
 
     def rest(tree: ast.Module) -> list[str]:
         return [ast.dump(node) for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.level)]

@@ -15,7 +15,7 @@ OFFLOADS = {
 }
 
 
-@pytest.mark.by_day(most=3)
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("where", OFFLOADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_offloaded_models_write_the_same_texts(name, where, tmp_path):

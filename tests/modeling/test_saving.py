@@ -49,7 +49,7 @@ def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, 
     assert [path for path in (tmp_path / "new").rglob("*") if not path.is_dir()] == []
 
 
-@pytest.mark.by_day(most=3)
+@pytest.mark.by_day("evabyte_ff", "heads", "tokenizer")
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
     thing = made(kind)

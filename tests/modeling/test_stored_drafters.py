@@ -146,7 +146,7 @@ def test_a_model_alone_is_no_drafter(tmp_path):
     assert drafter_class(tmp_path / "nowhere") is None
 
 
-@pytest.mark.by_day(most=3)
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("prefix", ["medusa_head.", "module.medusa_head.", "_orig_mod.medusa_head."])
 @pytest.mark.parametrize("form", ["one file", "shards", "pickle", "not in the index"])
 def test_a_merged_medusa_model_that_does_not_count_its_heads(form, prefix, tmp_path):
@@ -175,7 +175,7 @@ def test_a_merged_medusa_model_that_does_not_count_its_heads(form, prefix, tmp_p
     assert all(torch.equal(tensor, expected.state_dict()[key]) for key, tensor in read.state_dict().items())
 
 
-@pytest.mark.by_day(most=6)
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("wrap", ["module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("name", [name for name in CASES if name.split()[0] not in ("tokenahead", "gloeckle", "mtpc")])
 def test_names_of_wrapped_models_are_understood(name, wrap, tmp_path):

@@ -67,7 +67,7 @@ DIRECTORIES = {
 }
 
 
-@pytest.mark.by_day(most=5)
+@pytest.mark.by_day("heads", "hydra", "medusa", "evabyte")
 @pytest.mark.parametrize("kind", DIRECTORIES)
 def test_what_a_wrong_download_left_is_named(kind, tmp_path):
     write, read, file = DIRECTORIES[kind]

@@ -270,12 +270,10 @@ def test_contradictory_options_are_refused():
     for options, message in [
         ({"version": 2}, "version=2"),
         ({"version": 1, "fc_norm": True}, "fc_norm.*3"),
-        ({"draft_vocab_size": 65}, "draft_vocab_size=.*65.*1.*vocab_size=.*64"),
+        ({"draft_vocab_size": 65}, "draft_vocab_size=65.*1..64"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"use_aux_hidden_state": False, "fc_norm": True}, "fc_norm"),
-        ({"target_hidden_size": 48}, "own_embeddings"),
         ({"aux_layers": []}, "aux_layers"),
-        ({"head_dim": 7}, "head_dim=.*7"),
         ({"layout": "gguf"}, "layout='gguf'"),
     ]:
         with pytest.raises(StrictDataclassError, match=message):

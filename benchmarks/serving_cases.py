@@ -47,7 +47,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _RECURRENT,
     "qwen3_next": _RECURRENT,
 }
-PROPOSER = "tokenahead.model_cards.vllm_proposer.HeadProposer"
+PROPOSER = "tokenahead.model_cards.vllm.HeadProposer"
 
 
 @dataclass

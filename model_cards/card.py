@@ -143,7 +143,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, 
         TypeError: One without a multi-token head.
     """
     model = config_or_model if isinstance(config_or_model, PreTrainedModel) else None
-    config = config_or_model if model is None else model.config
+    config: Any = config_or_model if model is None else model.config
     # not `config.architectures`: official files name classes of the official code
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), object)
     kind: Any = known if model is None else type(model)
@@ -225,15 +225,12 @@ def _eval_results(results: MeasuredResults) -> list[EvalResult]:
     """Return one entry per figure; no speed-up of loops or an unsteady machine."""
     unit, found = results.unit, []
     for row in results.results:
-        per_call, expected = (None, None) if row.only_loops else (row.tokens_per_call, row.expected_tokens_per_call)
-        drafts = f", drafts of {row.draft_length}" if row.draft_length else ""
+        per_call = None if row.only_loops else row.tokens_per_call
         speed_up = row.speed_up if row.claims_speed else None
         found += [
             ("tokens_per_call", f"{unit.capitalize()}s per backbone call, {row.name}", per_call),
             ("tokens_per_second", f"{unit.capitalize()}s per second, {row.name}", row.tokens_per_second),
-            ("expected_tokens_per_call", f"Expected {unit}s per verification{drafts}, {row.name}", expected),
             ("repetition", f"Share of repeated text, {row.name}", row.repeated_share),
-            ("left_out", f"Share of calls that loop and are left out, {row.name}", row.looping_share),
             ("speed_up", f"Speed-up over one {unit} at a time, {row.name}", speed_up),
         ]
     found.append(("bits_per_byte", "Bits per byte", results.bits_per_byte))

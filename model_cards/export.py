@@ -31,7 +31,7 @@ from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.main_model import has_towers
 from ..training.utils import replace_file
-from .vllm_proposer import OPTION, HeadProposer
+from .vllm import OPTION
 
 MEASURED = (
     *("deepseek_v3", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_ocr", "hy_v3"),
@@ -47,7 +47,7 @@ ENGINES = {
 """The families whose directories were compared with what each engine loads, at least."""
 LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
 """Families whose backbones vLLM serves with a module in a directory of its own, and the layout of that."""
-PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
+PROPOSER = "tokenahead.model_cards.vllm.HeadProposer"
 INSTALL = "pip install --no-deps PATH_OR_WHEEL (a clone of this library, or its wheel)"
 _WAS_RUN = (
     "directories of this kind were run in vLLM 0.32.0 on an x86 CPU, in float32: greedy text equal, drafts as here"

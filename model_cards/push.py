@@ -104,9 +104,10 @@ def push_to_hub(
         api.create_branch(repo, branch=revision, exist_ok=True)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        for saved in filter(None, (model, tokenizer)):
+        parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
+        for saved in parts:
             carries = isinstance(saved, RemoteCodeMixin)
-            code: Any = {"remote_code": code_when_pushed(saved, remote_code)} if carries else {}
+            code = {"remote_code": code_when_pushed(saved, remote_code)} if carries else {}
             saved.save_pretrained(folder, max_shard_size=max_shard_size, **code)
         hide_local_names(folder)
         for file in map(Path, files):

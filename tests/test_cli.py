@@ -153,7 +153,7 @@ def test_a_hub_that_does_not_answer_is_named(capsys, monkeypatch):
 
 def test_heads_that_are_none(capsys, folder):
     code, line = error_of(capsys, "generate", "--model", folder, "--heads", folder, "x")
-    assert code == 1 and "holds a model of type 'evabyte'" in line
+    assert code == 1 and "holds 'evabyte'" in line
 
 
 def test_a_path_is_said_once(capsys, folder, tmp_path):
@@ -179,8 +179,8 @@ def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"chunk_size": 4', '"chunk_size": 5'))
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    reason = "config.json: window_size=32 must be a multiple of chunk_size=5"
-    assert code == 1 and line.startswith(f"tokenahead generate: {tmp_path}: {reason}")
+    reason = "window_size=32 must be a multiple of chunk_size=5"
+    assert code == 1 and line.startswith(f"tokenahead generate: {tmp_path}") and reason in line
 
 
 def test_ctrl_c_ends_without_a_traceback(capsys, monkeypatch):

@@ -33,10 +33,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def tensor_parallel_size(model: nn.Module) -> int:
-    """Return among how many processes the layers of a model are divided; 1: tensor parallelism divides none.
-
-    What FSDP2 shards is whole where it is used, and does not count.
-    """
+    """Return among how many processes tensor parallelism divides the layers of a model; 1: among none."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 1
     named = max(vars(module).get("_tp_size") or 1 for module in model.modules())
@@ -286,9 +283,8 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
 def call(module: nn.Module, *args: object) -> Any:
     """Return `module(*args)`; of an FSDP2 unit without its hooks.
 
-    A loss in chunks runs backward through the unembedding while the model's forward is still running. The hooks of such
-    a unit would take that for the end of its own backward, free its weight and leave later gradients unreduced. So the
-    unit is gathered first, and then its `forward` is called, which has no hooks.
+    A loss in chunks runs backward through the unembedding while the model's forward is still running, which hooks would
+    take for the end of the unit's own backward: they would free its weight and leave later gradients unreduced.
     """
     if not is_unit(module):
         return module(*args)

@@ -29,10 +29,7 @@ _PER_SEQUENCE = {"adapter_names", "alora_offsets"}
 
 
 def untyped(value: object) -> Any:
-    """Return a value without its type, where transformers' own hides what it has.
-
-    The methods of `GenerationMixin` are typed for a protocol that no `PreTrainedModel` satisfies.
-    """
+    """Return a value without its type: `GenerationMixin` is typed for what no `PreTrainedModel` satisfies."""
     return value
 
 
@@ -114,11 +111,7 @@ def checkpoints_activations(model: nn.Module) -> bool:
 
 @contextmanager
 def checkpointing_paused(model: nn.Module) -> Iterator[None]:
-    """Pause activation checkpointing inside `model` where there are no gradients.
-
-    Layers of transformers drop their cache while they checkpoint, whether or not there will be a backward pass: a model
-    that is left in train mode would decode every token without its past.
-    """
+    """Pause activation checkpointing inside `model` where there are no gradients: layers drop their cache meanwhile."""
     idle = model.training and not torch.is_grad_enabled()
     states = [vars(module) for module in model.modules()] if idle else []
     paused = [state for state in states if state.get("gradient_checkpointing")]
@@ -156,11 +149,9 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:
-    """Return a copy of a model that shares all tensors with the original.
+    """Return a copy of a model that shares all tensors with the original; modules, config and parameters are its own.
 
-    Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
-    parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both. With
-    `ignore_adapters`, a model with adapters of peft is copied, too (`merged_copy` removes them).
+    With `ignore_adapters`, a model with adapters of peft is copied, too (`merged_copy` removes them).
     """
     if hasattr(model, "peft_config") and not ignore_adapters:
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
@@ -178,10 +169,7 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
 
 
 def drop_collectors(model: nn.Module) -> None:
-    """Remove the local functions that transformers leaves on a model's layers, which cannot be pickled.
-
-    They collect hidden states, and the next call that requests some adds them again.
-    """
+    """Remove the local functions that collect hidden states, which no pickle takes; later calls add them again."""
     for module in model.modules():
         hooks = module._forward_hooks
         for key in [key for key, hook in hooks.items() if "output_capturing_hook" in getattr(hook, "__name__", "")]:
@@ -190,10 +178,7 @@ def drop_collectors(model: nn.Module) -> None:
 
 
 def has_foreign_hooks(model: nn.Module) -> bool:
-    """Return whether hooks of others run at the layers of a model: they may hold a value for each sequence of a batch.
-
-    Those of frameworks, which move or collect tensors, hold none; those of the model itself see its arguments alone.
-    """
+    """Return whether hooks run at the layers of a model that are no framework's: they may hold a value per sequence."""
     layers = (module for module in model.modules() if module is not model)
     tables = (table for layer in layers for table in (layer._forward_pre_hooks, layer._forward_hooks))
     hooks = (hook for table in tables for hook in table.values())
@@ -295,10 +280,7 @@ def has_learned_prompts(model: Any) -> bool:
 
 
 def merged_copy(model: Any) -> PreTrainedModel:
-    """Return a copy that computes what a model with its active adapters does, without adapters.
-
-    The model, a PeftModel or a compiled one is unchanged; the copy shares all tensors but those that adapters change.
-    """
+    """Return a copy that computes what a model with its active adapters does; it shares what they do not change."""
     wrapped, within = uncompiled(model), unwrap(model)
     if not carries_adapters(wrapped):
         return sharing_copy(within)

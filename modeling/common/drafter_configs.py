@@ -65,7 +65,7 @@ def check_kind(backbone: PreTrainedModel) -> None:
         raise ValueError(f"{name}: altup_num_inputs={text.altup_num_inputs}; a drafter here reads one state per layer")
     needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
     if missing := [each for each in needed if field(text, each) is None]:
-        raise ValueError(f"{name}: its config has no {', '.join(missing)}, as EAGLE heads need; MTPHeads fit any")
+        raise ValueError(f"{name}: its config has no {', '.join(missing)}; MTPHeads fit any")
 
 
 def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:

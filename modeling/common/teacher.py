@@ -170,7 +170,7 @@ def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
         ValueError: Another kind.
     """
     if kind not in DIVERGENCES:
-        raise ValueError(f"divergence={kind!r} is unknown here; choose one of {', '.join(map(repr, DIVERGENCES))}")
+        raise ValueError(f"divergence={kind!r} is none of {DIVERGENCES}")
     if kind in ("cross_entropy", "kl"):
         p = log_p.exp()
         if kind == "kl":

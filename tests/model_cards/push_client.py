@@ -107,15 +107,15 @@ def main(folder: Path) -> None:
     shutil.copyfile(folder / "results.json", clash / "config.json")
     plain_card = render_card(model, None)
     found["clash"] = error_of(
-        lambda: push_to_hub(model, tokenizer, plain_card, "me/clash", files=[clash / "config.json"])
+        lambda: push_to_hub(model, tokenizer, plain_card, "me/clash", files=[clash / "config.json"], remote_code=None)
     )
 
     model.save_pretrained(folder / "shards", max_shard_size="20KB")
     HfApi().create_repo("me/shards")
     HfApi().upload_folder(repo_id="me/shards", folder_path=folder / "shards")
     found["shards"] = len(list((folder / "shards").glob("model-*.safetensors")))
-    push_to_hub(model, None, plain_card, "me/shards")
-    push_to_hub(model, None, plain_card, "me/private", private=True)
+    push_to_hub(model, None, plain_card, "me/shards", remote_code=None)
+    push_to_hub(model, None, plain_card, "me/private", private=True, remote_code=None)
 
     tokenizer.push_to_hub("me/plain")  # whose card is a form that nobody filled in
     model.push_to_hub("me/plain")

@@ -104,6 +104,7 @@ def test_methods_that_were_not_measured_are_refused(root, tmp_path, capsys):
     assert code == 1 and "--methods our" in line and "released" in line
 
 
+@pytest.mark.nightly
 def test_what_a_model_drafts_itself(tmp_path):
     model = small_model()
     model.save_pretrained(tmp_path / "toy")

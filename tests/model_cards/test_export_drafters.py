@@ -7,7 +7,7 @@ import pytest
 
 from tests.modeling.heads.backbones import KINDS, backbone
 from tokenahead import BlockDrafter, EagleHead, MTPHeads
-from tokenahead.model_cards import vllm_proposer
+from tokenahead.model_cards import vllm
 from tokenahead.model_cards.export import export
 
 
@@ -32,7 +32,7 @@ def test_circuits_go_through_the_proposer(kind, tmp_path):
     assert speculative["method"] == "custom_class" and speculative["num_speculative_tokens"] == 3
     assert options_of(report.command, "--additional-config") == {"tokenahead_heads": str(tmp_path)}
     module, _, name = speculative["model"].rpartition(".")
-    assert module == "tokenahead.model_cards.vllm_proposer" and getattr(vllm_proposer, name)
+    assert module == "tokenahead.model_cards.vllm" and getattr(vllm, name)
     assert "pip install --no-deps PATH" in str(report) and MTPHeads.from_pretrained(tmp_path).window == 4
 
 

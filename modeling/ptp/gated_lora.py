@@ -23,7 +23,7 @@ ADAPTER = "default"
 """Name of the adapter, as in peft's parameter names."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gate:
     """Which positions of one forward are auxiliary: those from `start` on, of `length` in all.
 

@@ -67,6 +67,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.nightly
 def test_the_core_works_without_extras_and_what_needs_one_names_it():
     """In one process, because importing torch takes seconds."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], cwd=ROOT, capture_output=True, text=True)

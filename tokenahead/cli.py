@@ -31,8 +31,8 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 _APART = {
     "train": ("train.main", "train", "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
-    "regenerate": ("prepare.write_answers", "train", "let a backbone, or a server, write the answers to train on"),
-    "features": ("prepare.write_states", "train", "store the states of a frozen backbone to train on"),
+    "regenerate": ("train.write_answers", "train", "let a backbone, or a server, write the answers to train on"),
+    "features": ("train.write_states", "train", "store the states of a frozen backbone to train on"),
     "lm-eval": ("harness.main", "eval", "the tasks of lm-eval (its own arguments), written with drafts"),
 }
 """Commands that read their own arguments: function, extra and help."""
@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
-        message, command = one_line(error), f"tokenahead {words[0]}"
-        print(message if message.startswith(f"{command} ") else f"{command}: {message}", file=sys.stderr)
+        print(f"tokenahead {words[0]}: {one_line(error)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
 def _run_apart(words: list[str]) -> int:
     """Run a command that reads its own arguments."""
-    (module, _, function), extra = _APART[words[0]][0].partition("."), _APART[words[0]][1]
+    home, extra, _ = _APART[words[0]]
+    module, _, function = home.partition(".")
     with needs_extra(extra, f"tokenahead {words[0]}"):
         command = import_module(f".training.commands.{module}", __package__)
     from transformers.utils import logging
@@ -75,11 +75,7 @@ def _run_apart(words: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> Any:
-    """Return the request of a command; a prompt may begin with "-", or with "--" after a lone "--".
-
-    argparse takes such a prompt for an option, and before Python 3.12 it loses an optional prompt that follows an
-    option: both come back as unknown words.
-    """
+    """Return the request of a command."""
     about = "Lossless multi-token prediction for Hugging Face transformers."
     names = RequestParser((), prog="tokenahead", description=about)
     names.add_argument("--version", action="version", version=f"tokenahead {__version__}")
@@ -90,19 +86,18 @@ def _parse(argv: list[str]) -> Any:
     command = names.parse_args(argv[:1]).command
     text, request_class, _ = _COMMANDS[command]
     parser = RequestParser(request_class, prog=f"tokenahead {command}", description=f"{text[0].upper()}{text[1:]}.")
-    end = argv.index("--") if "--" in argv else len(argv)
     try:
-        request, words = parser.parse_args_into_dataclasses(argv[1:end], True, look_for_args_file=False)
+        request, rest = parser.parse_args_into_dataclasses(argv[1:], True, look_for_args_file=False)
     except ValueError as error:  # of the request itself
         parser.error(str(error))
-    unknown = [word for word in words if word.startswith("--")]
-    words += argv[end + 1 :]
-    prompts = [word for word in (vars(request).get("prompt"), *words) if word is not None]
-    if unknown or len(prompts) > 1 or (words and request_class is not GenerateRequest):
-        hint = "; a prompt of several words needs quotes, one that begins with '-' a '--' before it"
-        hint = hint if request_class is GenerateRequest else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown or words)}{hint}")
-    return replace(request, prompt=prompts[0]) if words else request
+    words = [word for word in rest if word != "--"]
+    # before Python 3.12, argparse loses an optional prompt that follows an option; one may begin with "-"
+    is_prompt = len(words) == 1 and ("--" in argv or not words[0].startswith("--"))
+    if is_prompt and request_class is GenerateRequest and request.prompt is None:
+        return replace(request, prompt=words[0])
+    if words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    return request
 
 
 def _demo(request: DemoRequest) -> int:
@@ -122,15 +117,17 @@ def _demo(request: DemoRequest) -> int:
     chosen = request.model, request.method(), request.prompts
     subject = named_model(*chosen, request.dtype) if any(chosen) else box_model(dtype=request.dtype)
     measurement = Measurement(request.seconds, request.new_tokens, request.batch_size, request.seed)
-    measured = run_demo(measurement, subject, request.output, request.overwrite)
+    measured = run_demo(measurement, subject, request.output)
     return 0 if all(row.is_lossless for row in measured.results) else 1
 
 
 def _generate(request: GenerateRequest) -> int:
-    request = replace(request, prompt=_prompt(request.prompt))  # before the slow imports: a missing one ends at once
+    if request.prompt is None and sys.stdin.isatty():
+        raise ValueError("a prompt is required: write it, or pipe it in")
+    prompt = sys.stdin.buffer.read().decode() if request.prompt in (None, "-") else request.prompt
     from .training.completion import complete
 
-    done = complete(request, shows=not request.json)
+    done = complete(replace(request, prompt=prompt), shows=not request.json)
     if request.json:
         print(json.dumps(done.as_dict()))
     else:
@@ -188,16 +185,3 @@ _COMMANDS: dict[str, tuple[str, type, Callable[[Any], int]]] = {
     "card": ("write the card of a model or drafter, with the results of `tokenahead bench`", CardRequest, _card),
 }
 """Help, request and what runs it."""
-
-
-def _prompt(argument: str | None) -> str:
-    """Return the prompt: the argument, or the whole standard input for "-" or without a terminal."""
-    if argument is None and sys.stdin.isatty():
-        RequestParser(GenerateRequest, prog="tokenahead generate").error(
-            "a prompt is required: write it, or pipe it in"
-        )
-    data = sys.stdin.buffer.read() if argument in (None, "-") else os.fsencode(argument)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt is no UTF-8 ({error}): convert it") from error

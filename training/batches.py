@@ -29,14 +29,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..configuration.transformers_names import TRAINER, check_names
 from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.heads.losses import IGNORE
 from .columns import PER_TOKEN, ReadingCollator, ReadRows, RowReader
 
 logger = logging.get_logger(__name__)
-check_names(TRAINER)
 TOKENS_PER_BATCH = 4096
 """The default budget."""
 _LENGTH = 36
@@ -53,14 +51,6 @@ class Collator:
 
     def __call__(self, rows: list[Inputs]) -> Mapping[str, Tensor]:
         """Return a batch; labels are padded with -100."""
-        for row in rows:  # padding would hide what is missing or too short
-            _refuse_missing(("input_ids", *rows[0]), row)
-            for name in ("labels", "attention_mask", "position_ids"):
-                if name in row and len(row[name]) != len(row["input_ids"]):
-                    raise ValueError(
-                        f"a row of the data has {len(row['input_ids'])} input_ids and {len(row[name])} {name}: every "
-                        "id needs one" + (f", {IGNORE} where nothing is scored" if name == "labels" else "")
-                    )
         columns = {name: [_tensor(row[name]) for row in rows] for name in rows[0]}
         if len({*map(len, columns["input_ids"])}) > 1:
             columns.setdefault("attention_mask", [torch.ones_like(ids) for ids in columns["input_ids"]])
@@ -73,12 +63,6 @@ def _tensor(values: Any) -> Tensor:
     """Return the entries of a row's column; of an empty row as ids."""
     found = torch.as_tensor(values)
     return found if len(found) else found.long()
-
-
-def _refuse_missing(names: Sequence[str], row: Mapping[str, Any]) -> None:
-    if missing := [name for name in names if name not in row]:
-        hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
-        raise ValueError(f"a row of the data has no {missing[0]}{hint}")
 
 
 _ROW_WISE = (Collator, DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
@@ -182,23 +166,15 @@ def row_lengths(rows: Any, column: str = "length") -> list[int]:
         rows: A data set with a length; what it knows of lengths (`lengths`, a column) is read, else every row.
         column: Name of a column of lengths, where there is one.
     """
-    known = getattr(rows, "lengths", None)
-    if known is not None:
+    if (known := getattr(rows, "lengths", None)) is not None:
         return list(known)
     names = getattr(rows, "column_names", None) or ()
     if column in names:
         return [int(length) for length in rows[column]]
-    if "attention_mask" in names:
-        return [int(torch.as_tensor(mask).sum()) for mask in rows["attention_mask"]]
     if "input_ids" in names:
-        return [len(ids) for ids in rows["input_ids"]]
-    return [_length(rows[number]) for number in range(len(rows))]
-
-
-def _length(row: Mapping[str, Any]) -> int:
-    _refuse_missing(["input_ids"], row)
-    mask = row.get("attention_mask")
-    return len(row["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
+        rows = rows.select_columns([name for name in ("input_ids", "attention_mask") if name in names])
+    every = map(rows.__getitem__, range(len(rows)))
+    return [int(sum(row["attention_mask"])) if "attention_mask" in row else len(row["input_ids"]) for row in every]
 
 
 def batches_by_tokens(
@@ -312,8 +288,6 @@ class BatchingMixin(Trainer):
         joins_rows: Whether the loss of this trainer takes joined rows.
         tokens_besides: Positions that the trainer adds to every row.
         ignore_columns: Columns of rows that are left out unread.
-        _owner: The model without wrappers of distribution.
-        _reader: The name of what reads the rows.
     """
 
     tokens_per_batch: int | None
@@ -326,50 +300,34 @@ class BatchingMixin(Trainer):
     _reader: str
 
     def check_batches(self) -> None:
-        """Refuse a budget that cannot be met, and joined rows where every sequence gets slots.
-
-        Raises:
-            ValueError: Such a budget, or a collator that joins rows, with `tokens_besides`.
-        """
+        """Refuse a budget that cannot be met, and joined rows where every sequence gets slots."""
         if self.tokens_besides and self._is_joined_already:
-            raise ValueError(
-                f"data_collator={type(self.data_collator).__name__} joins rows: slots are drawn for every sequence, "
-                "so that joined rows would share those of one; leave it out: rows of similar lengths are padded"
-            )
+            raise ValueError(f"data_collator={type(self.data_collator).__name__} joins rows, and each has own slots")
         budget = self.tokens_per_batch
-        if budget is not None and (type(budget) is not int or budget < 0):
-            raise ValueError(f"tokens_per_batch={budget!r} must be a whole number of tokens, 0: no budget, or None")
         if budget and (reason := self._obstacle()):
-            raise ValueError(f"tokens_per_batch={budget}: {reason}")
+            raise ValueError(f"tokens_per_batch={budget}: {reason}; leave one of them out")
         if budget and self.train_dataset is not None:
             self._check_budget(self._row_costs(self.train_dataset), budget)
 
     def _check_budget(self, costs: Sequence[int], budget: int) -> None:
         longest = max(range(len(costs)), key=costs.__getitem__)
         if costs[longest] > budget:
-            tokens = f"{costs[longest] - self.tokens_besides} tokens"
-            tokens += f" and {self.tokens_besides} slots" if self.tokens_besides else ""
-            raise ValueError(
-                f"tokens_per_batch={budget} is smaller than row {longest} of train_dataset, which has {tokens}: set it "
-                f"to {costs[longest]} at least, or cut rows"
-            )
+            raise ValueError(f"tokens_per_batch={budget} is less than row {longest} of train_dataset, {costs[longest]}")
 
     def _obstacle(self) -> str | None:
         """Return why batches have no budget: this trainer does not choose their rows, or has a number of rows."""
         args, data, config = self.args, self.train_dataset, self.accelerator.dataloader_config
         size, strategy = args.per_device_train_batch_size, "batch_rebalance"
-        is_stream = data is not None and (isinstance(data, IterableDataset) or not hasattr(data, "__len__"))
         obstacles = {
-            "a stream does not know the lengths of its rows; set per_device_train_batch_size": is_stream,
-            f"train_sampling_strategy={strategy!r} divides rows itself": args.train_sampling_strategy == strategy,
-            "auto_find_batch_size=True changes a number of rows": args.auto_find_batch_size,
-            "split_batches=True divides the rows of a batch among processes": config.split_batches,
-            "dispatch_batches=True divides the rows of a batch among processes": bool(config.dispatch_batches),
-            f"{args.n_gpu} devices of one process (DataParallel) divide the rows of a batch": args.n_gpu > 1,
-            f"per_device_train_batch_size={size} is a number of rows; leave one of them out": size
-            != TrainingArguments.per_device_train_batch_size,
+            "streaming": data is not None and (isinstance(data, IterableDataset) or not hasattr(data, "__len__")),
+            f"train_sampling_strategy={strategy!r}": args.train_sampling_strategy == strategy,
+            "auto_find_batch_size=True": args.auto_find_batch_size,
+            "split_batches=True": config.split_batches,
+            "dispatch_batches=True": bool(config.dispatch_batches),
+            f"{args.n_gpu} devices of one process (DataParallel)": args.n_gpu > 1,
+            f"per_device_train_batch_size={size}": size != TrainingArguments.per_device_train_batch_size,
         }
-        return next((reason for reason, holds in obstacles.items() if holds), None)
+        return next((f"{name} decides on the rows of a batch" for name, holds in obstacles.items() if holds), None)
 
     def _row_costs(self, data: Any) -> list[int]:
         """Return what every row costs; rows are read once, which may take minutes."""
@@ -449,7 +407,7 @@ class BatchingMixin(Trainer):
         """As in `Trainer`; what a collator of others still calls a mask of targets would be read by nobody."""
         for name in inputs:
             if name.endswith(("mask", "masks")) and not name.endswith("attention_mask"):
-                raise ValueError(f"data_collator left {name!r} in a batch, which is not read: let it make labels of it")
+                raise ValueError(f"data_collator left {name!r} in a batch: let it make labels of it")
         return super()._prepare_inputs(inputs)
 
     def num_examples(self, dataloader: DataLoader) -> int:
@@ -482,13 +440,10 @@ class BatchingMixin(Trainer):
         if self._unjoined_for is None:  # tried once: processes that shard a model hold parts of it later
             found = [self._tried()]
             self._unjoined_for = str(broadcast_object_list(found)[0] if self.args.world_size > 1 else found[0])
-        reason = f"rows of {self._reader} cannot be joined without padding: {self._unjoined_for}"
-        if self._unjoined_for and self._is_joined_already:
-            raise ValueError(
-                "leave out packing, padding_free and DataCollatorWithFlattening, and rows of similar lengths are "
-                f"padded: {reason}"
-            )
         if self._unjoined_for:
+            reason = f"rows of {self._reader} cannot be joined without padding: {self._unjoined_for}"
+            if self._is_joined_already:
+                raise ValueError(f"leave out packing, padding_free and DataCollatorWithFlattening: {reason}")
             logger.warning_once(f"rows of similar lengths are padded: {reason}")
         return not (self._unjoined_for or self._is_joined_already)
 

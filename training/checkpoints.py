@@ -1,4 +1,4 @@
-"""Checks of checkpoints: whether they are whole, finished, and of which model."""
+"""Checks of checkpoints: whether they are whole, and of which model."""
 
 from __future__ import annotations
 
@@ -106,28 +106,10 @@ class ResumingMixin(_TrainerBase):
 def _checksums(directory: Path) -> dict[str, str]:
     checksums = {}
     for file in files_of(directory):
-        if file.name == _SUMS:
-            continue
-        digest = hashlib.sha256()
-        with file.open("rb") as stream:
-            while chunk := stream.read(2**20):
-                digest.update(chunk)
-        checksums[file.relative_to(directory).as_posix()] = digest.hexdigest()
+        if file.name != _SUMS:
+            with file.open("rb") as stream:
+                checksums[file.relative_to(directory).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     return checksums
-
-
-def is_finished(checkpoint: str | PathLike | None, max_steps: int) -> bool:
-    """Return whether all steps are done, with a warning. `Trainer` would do one more each time that it is resumed."""
-    if checkpoint is None or max_steps < 1 or _state(Path(checkpoint)).get("global_step", 0) < max_steps:
-        return False
-    warnings.warn(f"{checkpoint} has done all of max_steps={max_steps}: nothing is left to train", stacklevel=2)
-    return True
-
-
-def best_or_last(checkpoint: str | PathLike, wants_best: bool) -> str:
-    """Return the checkpoint with the final weights of a finished training."""
-    best = _state(Path(checkpoint)).get("best_model_checkpoint") if wants_best else None
-    return best if best and Path(best).is_dir() else str(checkpoint)
 
 
 def _step(checkpoint: Path) -> str:
@@ -154,12 +136,12 @@ def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:
     if isinstance(model, ForeignLayoutsMixin) and drafter_class(checkpoint) is type(model):  # in any of its layouts
         earlier: PreTrainedConfig = type(model).stored_config(checkpoint)
     elif model_type != config.model_type:
-        raise ValueError(_differs(checkpoint, "model_type", model_type, config.model_type))
+        raise ValueError(f"the checkpoint {checkpoint} has model_type={model_type!r}: choose one of this model")
     else:
         earlier = type(config).from_pretrained(checkpoint)
     for name, theirs, ours in _shapes(earlier, config):
         if theirs != ours:
-            raise ValueError(_differs(checkpoint, name, theirs, ours))
+            raise ValueError(f"the checkpoint {checkpoint} has {name}={theirs!r}, and this model {name}={ours!r}")
 
 
 def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tuple[str, object, object]]:
@@ -173,7 +155,3 @@ def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tup
         for name in names:
             if hasattr(before, name) and hasattr(now, name):
                 yield name, getattr(before, name), getattr(now, name)
-
-
-def _differs(checkpoint: str | Path, name: str, theirs: object, ours: object) -> str:
-    return f"the checkpoint {checkpoint} has {name}={theirs!r}, and this model {name}={ours!r}: choose another"

@@ -61,9 +61,9 @@ def check_columns(names: Iterable[str], read: Collection[str], what: str) -> Non
         ValueError: Such columns; the first is named in front.
     """
     if unknown := sorted({*names} - {*read} - HARMLESS):
+        known = ", ".join(sorted(read))
         raise ValueError(
-            f"{what} has the column {unknown[0]!r}, which is not read ({', '.join(sorted(read))} are) and may say what "
-            f"is meant: remove it, or leave it out with ignore_columns={unknown}"
+            f"{what} has the column {unknown[0]!r}; {known} are read: remove it, or ignore_columns={unknown}"
         )
 
 
@@ -115,17 +115,16 @@ class RowReader:
         given, is_padded = [name for name in named if name in found], "attention_mask" in found
         if named and not given:
             raise ValueError(f"{self.what} has no {named[0]}, and another has: say in each what is scored")
+        if "labels" in found and len(found["labels"]) != (count := len(found["input_ids"])):
+            raise ValueError(f"{self.what} has {count} input_ids and {len(found['labels'])} labels: every id needs one")
         if "input_ids" not in found or not (is_padded or {*given} & {*MASKS}):
             return found
         ids = torch.as_tensor(found["input_ids"])
         real = self._mask("attention_mask", found, ids) if is_padded else torch.ones_like(ids, dtype=torch.bool)
         masks = {name: self._mask(name, found, ids) & real for name in given}
         for name, mask in masks.items():
-            if not mask.equal(scored := masks[given[0]]):
-                raise ValueError(
-                    f"{self.what}: {given[0]} and {name} differ in what is scored, at token "
-                    f"{int((mask != scored).nonzero()[0])} first: leave one out, as with ignore_columns={[name]}"
-                )
+            if not mask.equal(masks[given[0]]):
+                raise ValueError(f"{self.what}: {given[0]} and {name} differ: leave one out, ignore_columns={[name]}")
         if given:
             labels = torch.as_tensor(found.get("labels", ids)).masked_fill(~masks[given[0]], IGNORE)
             found["labels"] = labels.tolist() if isinstance(row["input_ids"], list) else labels
@@ -136,10 +135,7 @@ class RowReader:
 
     def _mask(self, name: str, row: Mapping[str, Any], ids: Tensor) -> Tensor:
         """Return which tokens a column marks, [T] bool."""
-        try:
-            values = torch.as_tensor(row[name])
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{self.what}: {name!r} must hold lists of numbers, not {row[name]!r:.40}") from error
+        values = torch.as_tensor(row[name])
         if values.shape != ids.shape:
             raise ValueError(f"{self.what} has {len(ids)} input_ids and {values.numel()} {name}: every id needs one")
         return values != (IGNORE if name == "labels" else 0)

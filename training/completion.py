@@ -8,7 +8,7 @@ from transformers import TextStreamer
 from transformers.utils import logging
 
 from ..generation.attach import MTPGenerationMixin
-from .evaluation.decoding import GREEDY, DecodingMode, Run, acceptance_by_position, decode
+from .evaluation.decoding import GREEDY, DecodingMode, Row, acceptance_by_position, decode
 from .evaluation.methods import named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder
 from .loading import load_model, unit_of
@@ -22,7 +22,7 @@ class Completed:
     text: str
     unit: str
     prompt_tokens: int
-    run: Run
+    run: Row
 
     @property
     def accepted_by_position(self) -> list[float]:
@@ -60,16 +60,9 @@ def complete(request: GenerateRequest, shows: bool = False) -> Completed:
         spec = "own"
     method = named_method(spec, model) if spec else plain_method(model)
     if request.num_assistant_tokens is not None:
-        if method.drafter is None:
-            raise ValueError(
-                f"--num-assistant-tokens {request.num_assistant_tokens}: nothing drafts here; take a model with a "
-                "drafter or add --heads, and leave --plain out"
-            )
         method.options["num_assistant_tokens"] = request.num_assistant_tokens
     if shows:
         method.options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    if request.chat and tokenizer.chat_template is None:
-        raise ValueError(f"--chat: the tokenizer of {request.model} has no chat template; leave --chat out")
     writer = PromptEncoder(tokenizer, request.chat, not request.no_thinking)
     writer.warn_of_thinking([method.drafter])
     batch = writer.batch([Prompt("", (request.prompt or "",))], [[]], model.device)

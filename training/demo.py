@@ -5,7 +5,6 @@ The model is the one in the box, with each of its heads, or one's own.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .. import __version__
 from ..generation.attach import MTPGenerationMixin
 from ..generation.drafter import BaseDrafter
 from .box import Box, excerpt_prompts, load_box
@@ -29,9 +27,8 @@ from .evaluation.prompts import Prompt, PromptEncoder, read_prompts
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .loading import load_model, unit_of
 from .results import MeasuredResults, environment, hardware
-from .utils import check_directory, replace_file, shown_word, visible
+from .utils import shown_word, visible
 
-MARK = "demo.json"  # marks the demo's own directories, and holds the command
 _FEW = 4  # prompts below which results need a warning
 _UNSHOWN = "sampled, T=0.7"  # a way of decoding of which no output is shown
 _BATCH_SHARE = 0.35  # of the time, where batches are measured, too
@@ -216,7 +213,6 @@ def run_demo(
     measurement: Measurement,
     subject: DemoModel,
     output: str | Path = "tokenahead-demo",
-    overwrite: bool = False,
     console: Console | None = None,
 ) -> MeasuredResults:
     """Measure a model, show its outputs, and write results and figures; return what is saved in `results.json`.
@@ -224,40 +220,24 @@ def run_demo(
     Args:
         measurement: How much is measured.
         subject: The model, its methods and prompts.
-        output: The directory of results and figures. One that a demo made is written over.
-        overwrite: Write into a directory that no demo made; files of other names stay.
+        output: The directory of results and figures; those of an earlier run there are replaced.
         console: None: the standard output.
 
     Raises:
-        OSError: An output directory that cannot be used; it is checked before anything is measured.
         ValueError: Nothing could be measured.
     """
     console, output = console or Console(highlight=False, emoji=False), Path(output)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    check_output(output, overwrite)
     console.print(f"{subject.words}. {hardware()}; about {measurement.seconds:g} seconds.", markup=False)
     with console.status("Measuring ...") as status:
         shown = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
         measured, bench = shown.measure(subject)
     _print(console, measured, bench)
-    notes = {"made_by": f"tokenahead {__version__} demo", "command": measured.command}
-    replace_file(output / MARK, json.dumps(notes, indent=2) + "\n")
     write(output, measured)
     words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. The same: "
     console.print(words + measurement.command(subject), markup=False)
     return measured
-
-
-def check_output(output: Path, overwrite: bool) -> None:
-    """Make the directory; refuse one that holds files of others, unless they may be overwritten."""
-    check_directory("--output", output)
-    output.mkdir(parents=True, exist_ok=True)
-    if not overwrite and any(output.iterdir()) and not (output / MARK).is_file():
-        raise FileExistsError(
-            f"--output {output} holds files that the demo did not make; name another directory, or add --overwrite to "
-            "replace files of the same names"
-        )
 
 
 def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:

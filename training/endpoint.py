@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..configuration.fields import check_values
 from .utils import escaped, needs_extra, one_line
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Endpoint:
     """A model on a server, in the place of the backbone of `regenerate`.
 
     Args:
-        url: With the version, `http://host:8000/v1`; redirections are not followed.
+        url: With the version, `http://host:8000/v1`.
         model: Name under which it is served; None: the only one.
         tokenizer: Of the model. Answers of a server that returns no ids are tokenised with it.
         api_key: Sent as a bearer's token.
@@ -57,7 +56,7 @@ class Endpoint:
         vocab_size: Ids of answers are below it; None: the tokenizer's, or 2^19 without one.
 
     Raises:
-        ValueError: No address, or a number out of range.
+        ValueError: No address.
     """
 
     url: str
@@ -71,18 +70,10 @@ class Endpoint:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "tries", "vocab_size"):
-            value = getattr(self, name)
-            if (type(value) is not int or value < 1) and (name, value) != ("vocab_size", None):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        check_values(self, {}, {"pause": "[0, inf)", "timeout": "(0, inf)"})
         with needs_extra("train", "answers of a server"):
             import httpx
 
-        try:
-            address = httpx.URL(self.url)
-        except (httpx.InvalidURL, TypeError) as error:
-            raise ValueError(f"url={self.url!r}: {error}") from None
+        address = httpx.URL(self.url)
         if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"url={self.url!r} must be the address of a server, as http://host:8000/v1")
         self.url = self.url.rstrip("/")
@@ -100,14 +91,7 @@ class Endpoint:
             EndpointError: The server does not answer, or has no such model, or several where none is named.
         """
 
-        def names_of(answer: Any, body: object) -> list[str]:
-            models = answer.get("data") if isinstance(answer, dict) else None
-            names: list[Any] = [each.get("id") if isinstance(each, dict) else None for each in models or ()]
-            if not isinstance(models, list) or not all(isinstance(name, str) for name in names):
-                raise EndpointError(f"{self.url}/models gives no list of models")
-            return names
-
-        served = self.answer("models", None, names_of)
+        served = self.answer("models", None, lambda answer, body: [str(each["id"]) for each in answer["data"]])
         self.model = served[0] if self.model is None and len(served) == 1 else self.model
         if self.model not in served:
             names = escaped(", ".join(served))[:300] or "nothing"
@@ -155,15 +139,10 @@ class Endpoint:
 
     def body(self, prompt: Sequence[int], most: int, **options: Any) -> dict[str, Any]:
         """Return the fields of a request for at most so many tokens after a prompt."""
-        asked = {"model": self.model, "prompt": [*prompt], "max_tokens": most}
-        return {**asked, "return_token_ids": True, **options}
+        return {"model": self.model, "prompt": [*prompt], "max_tokens": most, "return_token_ids": True, **options}
 
     def answer(self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any, Any], T]) -> T:
-        """Return what is read of the answer to a request, which a loop of its own awaits: only there time always ends.
-
-        Raises:
-            EndpointError: No whole answer in all tries, or one that cannot be used.
-        """
+        """Return what is read of the answer to a request; raise an `EndpointError` where none can be used."""
         from anyio.from_thread import start_blocking_portal
 
         with start_blocking_portal() as portal:
@@ -189,10 +168,9 @@ class Endpoint:
                 raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
             ids, end = tokenizer(choice["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
             ids = [*ids, end] if isinstance(end, int) and is_ended else ids
-        if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
-            raise EndpointError(f"{self.url} answers with ids {ids!s:.50}, where a list of at most {most} is right")
-        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < self._size]:
-            raise EndpointError(f"{self.url} answers with the id {wrong[0]!s:.50}, of a vocabulary of {self._size}")
+        is_right = isinstance(ids, list) and all(type(each) is int and 0 <= each < self._size for each in ids)
+        if not is_right or len(ids) > (2 * most + 1 if is_text else most):
+            raise EndpointError(f"{self.url} answers with {ids!s:.50}, not with {most} ids below {self._size} at most")
         if is_text:
             return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
         is_short = not is_ended and len(ids) < most

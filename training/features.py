@@ -16,10 +16,10 @@ import os
 import stat
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from math import inf
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -32,7 +32,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ..configuration.fields import field, requested_states
+from ..configuration.fields import field
+from ..generation.contract import requested_states
 from ..modeling import BlockDrafter, EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts, compute_device
 from ..modeling.common.recording import STATES, SUMMARIES, collate
@@ -96,29 +97,24 @@ class TextStates(StatesSource):
         ignore_columns: Columns of the rows that are left out unread.
 
     Raises:
-        ValueError: Another dtype, or a stream; where a row is read, see `RowReader`.
+        ValueError: Another dtype; where a row is read, see `RowReader`.
     """
 
     def __init__(
         self, drafter: Drafter, data: Sequence[Row], dtype: str | None = None, ignore_columns: Sequence[str] = ()
     ) -> None:
-        if not isinstance(data, Sized):
-            raise ValueError(f"data={type(data).__name__} is a stream, and states need all rows and their lengths")
         self.drafter, self.data, self.layers = drafter, data, list(drafter.learning_layers)
         name = str(drafter.backbone.dtype).removeprefix("torch.") if dtype is None else dtype
         if name not in DTYPES:
             raise ValueError(f"dtype={name!r} is unknown; choose one of {', '.join(DTYPES)}")
         self.dtype = DTYPES[name]
         self.has_summaries = -1 in self.layers and drafter.config.draft_vocab_size is not None
-        self._lengths: list[int] | None = None
         self.read = RowReader(("input_ids", "labels", "position_ids"), ignore_columns)
 
-    @property
-    def lengths(self) -> Sequence[int]:
+    @cached_property
+    def lengths(self) -> Sequence[int]:  # type: ignore[override]
         """Tokens of every row."""
-        if self._lengths is None:
-            self._lengths = [len(self.text(number)["input_ids"]) for number in range(len(self.data))]
-        return self._lengths
+        return [len(self.text(number)["input_ids"]) for number in range(len(self.data))]
 
     def text(self, number: int) -> Columns:
         """Return the columns of a row of the data set, without padding."""
@@ -231,7 +227,7 @@ class ServerStates(TextStates):
         wait: Seconds until a file must be whole, after the server's answer.
 
     Raises:
-        ValueError: No directory, or no time.
+        ValueError: No directory.
         EndpointError: No such server; where a row is read, states of other tokens, of another number of layers or
             width, or that are not finite, and files that do not come, or are no files of their own.
     """
@@ -246,10 +242,8 @@ class ServerStates(TextStates):
         wait: float = 60.0,
         ignore_columns: Sequence[str] = (),
     ) -> None:
-        if not folder or not isinstance(folder, str | Path):
+        if not folder:
             raise ValueError(f"folder={folder!r} must be the directory in which the server's files are found here")
-        if not (isinstance(wait, int | float) and 0 <= wait < inf):
-            raise ValueError(f"wait={wait!r} must be a number of seconds")
         super().__init__(drafter, data, dtype, ignore_columns)
         self.endpoint, self.folder, self.wait = endpoint, Path(folder), wait
         endpoint.served_model()
@@ -278,12 +272,11 @@ class ServerStates(TextStates):
         except EndpointError as error:
             raise EndpointError(f"{where} {error}") from error
         states, tokens = (found.get(each, torch.empty(0)) for each in ("hidden_states", "token_ids"))
-        wanted = (tokens.numel(), len(self._outputs), config.hidden_size)
         if tokens.flatten().tolist()[: len(ids)] != ids:
             raise EndpointError(f"{where} holds states of other tokens than were sent")
+        wanted = (tokens.numel(), len(self._outputs), config.hidden_size)
         if states.shape != wanted or not states.is_floating_point():
-            given = f"{tuple(states.shape)} ({states.dtype})"
-            raise EndpointError(f"{where} holds hidden_states {given}, not {wanted}, of the layers {self._outputs}")
+            raise EndpointError(f"{where} holds hidden_states {[*states.shape]}, not {wanted}, of {self._outputs}")
         states = states[: len(ids)].to(compute_device(backbone), backbone.dtype)  # [T, n, d]
         if not states.isfinite().all():
             raise EndpointError(f"{where} holds states that are not finite: nothing learns so")
@@ -327,13 +320,6 @@ def _read(path: Path, wait: float, most: int) -> dict[str, torch.Tensor]:
                     "the server see one disk?"
                 ) from error
             time.sleep(0.05)
-
-
-def _read_index(folder: str | Path) -> Index:
-    path = Path(folder) / INDEX
-    if not path.exists():
-        raise FileNotFoundError(f"{folder} holds no features: there is no {INDEX}; write them with cache_features")
-    return read_facts(path)
 
 
 def _digest(index: Index) -> str:
@@ -381,7 +367,10 @@ def cache_features(
     source = BackboneStates(drafter, data, dtype, tokens_per_batch, ignore_columns) if source is None else source
     index = _index(source)
     if (folder / INDEX).exists():
-        check_same(f"folder={folder}", *({name: each[name] for name in _SAME} for each in (_read_index(folder), index)))
+        check_same(
+            f"folder={folder}",
+            *({name: each[name] for name in _SAME} for each in (read_facts(Path(folder) / INDEX), index)),
+        )
     elif processes.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_facts(folder / INDEX, index)
@@ -420,7 +409,7 @@ class FeatureDataset(StatesSource):
     """
 
     def __init__(self, folder: str | Path, verify: bool = True) -> None:
-        self.index, self.verify = _read_index(folder), verify
+        self.index, self.verify = read_facts(Path(folder) / INDEX), verify
         self.lengths: list[int] = self.index["lengths"]
         self.parts = read_parts(Path(folder) / INDEX, _digest(self.index), len(self.lengths), "cache_features")
         for part in self.parts:
@@ -486,13 +475,10 @@ def _parts(rows: list[int], lengths: list[int], tokens: int) -> Iterator[list[in
     """Yield consecutive rows by parts; a part ends with the row that reaches a number of tokens."""
     part, size = list[int](), 0
     for row in rows:
-        if part and row > part[-1] + 1:
+        if part and (size >= tokens or row > part[-1] + 1):
             yield part
             part, size = [], 0
         part.append(row)
         size += lengths[row]
-        if size >= tokens:
-            yield part
-            part, size = [], 0
     if part:
         yield part

@@ -75,18 +75,6 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         rank = _rank()
         super().__init__(drafter, learning_rate, rows, updates, capacity, seed + rank)
         self.every_steps = every_steps
-        self._args: TrainingArguments | None = None
-
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Refuse a second trainer."""
-        if self._args is not None and self._args is not args:
-            raise RuntimeError(
-                f"this {type(self).__name__} belongs to another trainer (output_dir={self._args.output_dir!r}): two "
-                "policies cannot teach one drafter; make one for each"
-            )
-        self._args = args
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -96,20 +84,13 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         Raises:
             FileNotFoundError: It has no drafter, for example because the run was stopped before that was written.
         """
-        self.on_init_end(args, state, control)
         if state.global_step == 0:
             return
         resumed = args.resume_from_checkpoint
         checkpoints = [Path(resumed)] if isinstance(resumed, str) and Path(resumed).is_dir() else []
-        checkpoints.append(_checkpoint(args, state))
-        checkpoint = next(filter(_has_drafter, checkpoints), None)
+        checkpoint = next(filter(_has_drafter, [*checkpoints, _checkpoint(args, state)]), None)
         if checkpoint is None:
-            run = checkpoints[-1].parent
-            known = ", ".join(sorted(each.name for each in run.glob("*") if _has_drafter(each))) or "none"
-            raise FileNotFoundError(
-                f"{checkpoints[0]} has no directory {ONLINE_DIRECTORY}, so that the drafter could not continue: resume "
-                f"from a checkpoint that has one (in {run}: {known})"
-            )
+            raise FileNotFoundError(f"{_checkpoint(args, state)} has no {ONLINE_DIRECTORY}: resume from another one")
         self.load(checkpoint)
 
     def on_step_end(
@@ -147,18 +128,13 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         """Load what `save` wrote; a further process begins with an empty buffer.
 
         Raises:
-            ValueError: The directory is of another drafter, or of a buffer of another capacity.
+            RuntimeError: The directory is of another drafter.
+            ValueError: It is of a buffer of another capacity.
         """
         source, rank = finish(Path(folder) / ONLINE_DIRECTORY), _rank()
         if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
-            stored = type(drafter).from_pretrained(source / "drafter").state_dict()
-            ours = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
-            if ours != {name: tensor.shape for name, tensor in stored.items()}:
-                raise ValueError(
-                    f"folder={str(folder)!r} holds another {type(drafter).__name__} than the one that learns"
-                )
-            drafter.load_state_dict(stored)
+            drafter.load_state_dict(type(drafter).from_pretrained(source / "drafter").state_dict())
         optimizer, tensors = self.prepare(), load_file(source / "optimizer.safetensors")
         for number, master in enumerate(self.masters):
             master.data.copy_(tensors[f"{number}.weight"])

@@ -56,8 +56,6 @@ class RegeneratedText(Dataset):
 
     def __init__(self, folder: str | Path) -> None:
         plan = Path(folder) / _PLAN
-        if not plan.exists():
-            raise FileNotFoundError(f"{folder} holds no regenerated text: there is no {_PLAN}")
         facts, self.rows = read_facts(plan), list[dict[str, Any]]()
         for part in read_parts(plan, digest_of(facts), facts["rows"], "regenerate"):
             file = part.opened()
@@ -130,16 +128,11 @@ def regenerate(
             plan, or a backbone that several processes hold together.
         EndpointError: A server that cannot be used, or did not answer; what it has answered is written.
     """
-    for name, value in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
     read = RowReader(("input_ids", "labels", "position_ids"), what="a prompt")
     rows = [read(prompt)["input_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts]
     folder, ids = Path(folder), [torch.as_tensor(row, dtype=torch.int64).flatten() for row in rows]
-    if not ids:
-        raise ValueError("there are no prompts: at least one is needed")
-    if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
-        raise ValueError(f"prompt {empty[0]} is empty: it needs at least one token, such as <bos>")
+    if not ids or not all(map(len, ids)):
+        raise ValueError("prompts: there must be at least one, and each needs a token, such as <bos>")
     options = _of_whole_law(backbone, options)
     processes = Processes.of(None if isinstance(backbone, Endpoint) else backbone)
     plan = {

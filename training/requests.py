@@ -25,34 +25,30 @@ _METHODS = (
 )
 
 
-def number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+def number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
     """Return a parser of finite numbers for which `holds` is true."""
 
     def read(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and holds(value)):
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number {rule}")
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {rule}")
         return value
 
     return read
 
 
-def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+def whole(least: int, most: float = math.inf) -> Callable[[str], float]:
     """Return a parser of whole numbers from `least` to `most`."""
-    wanted = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number {wanted}")
-        return int(text)
-
-    return read
+    return number(int, f"whole number from {least} to {most:g}", lambda x: least <= x <= most)
 
 
-SECONDS, SEED = number("above 0", lambda x: x > 0), whole(0, 2**32 - 1)
+SECONDS = number(float, "number above 0", lambda x: x > 0)
+NOT_NEGATIVE = number(float, "number of at least 0", lambda x: x >= 0)
+SHARE = number(float, "number above 0 and at most 1", lambda x: 0 < x <= 1)
+COUNT, SEED = whole(1), whole(0, 2**32 - 1)
 
 
 def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
@@ -88,26 +84,27 @@ class RequestParser(HfArgumentParser):
 
 
 _IGNORED = "columns of the prompts that are left out unread; others that are not known are refused"
+_PROMPTS = "file of prompts, as `tokenahead bench` takes it; short requests if left out"
+_DEVICE = "such as cpu or cuda:1; a GPU where there is one if left out"
+_EACH = "prompts of each category; all if left out"
+_DRAFTER = "a method of `tokenahead bench`, such as eagle:SOURCE or ngram; the model's own if left out"
+_HEADS = "short for --drafter auto:SOURCE: heads, an EAGLE head, a block drafter or a student, in any layout"
+_SOURCE = (
+    "Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line; or a data set of such "
+    "rows, on the Hub or in a directory: NAME:SPLIT, or NAME:CONFIG:SPLIT"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamesDrafter:
     """Options of commands that draft in one way."""
 
-    drafter: str | None = option(
-        None, "a method of `tokenahead bench`, such as eagle:SOURCE or ngram; the model's own if left out",
-        metavar="METHOD",
-    )  # fmt: skip
-    heads: str | None = option(
-        None, "short for --drafter auto:SOURCE: heads, an EAGLE head, a block drafter or a student, in any layout",
-        aliases=["--eagle", "--student"], metavar="SOURCE",
-    )  # fmt: skip
+    drafter: str | None = option(None, _DRAFTER, metavar="METHOD")
+    heads: str | None = option(None, _HEADS, aliases=["--eagle", "--student"], metavar="SOURCE")
 
     def __post_init__(self) -> None:
         if self.heads and self.drafter:
-            raise ValueError(
-                f"argument --heads: not allowed with argument --drafter ({self.drafter}): name one drafter"
-            )
+            raise ValueError(f"argument --heads: not allowed with argument --drafter ({self.drafter})")
 
     def method(self) -> str | None:
         """Return what drafts, as a method of `tokenahead bench`."""
@@ -119,28 +116,15 @@ class DemoRequest(NamesDrafter):
     """Options of `tokenahead demo`."""
 
     seconds: float = option(40.0, "time for measuring (%(default)g)", read=SECONDS)
-    new_tokens: int = option(
-        128,
-        "per completion, at most; bytes of the model in the box (%(default)s)",
-        read=whole(1),
-        aliases=["--new-bytes"],
-    )
-    batch_size: int = option(1, "measure batches of so many prompts, too", read=whole(1))
+    new_tokens: int = option(128, "per completion, at most (%(default)s)", read=COUNT, aliases=["--new-bytes"])
+    batch_size: int = option(1, "measure batches of so many prompts, too", read=COUNT)
     output: Path = option(Path("tokenahead-demo"), "directory of results (%(default)s)")
     # of a first text that does not repeat itself, greedily, as the small model's mostly do
     seed: int = option(13, "of prompts and samples (%(default)s)", read=SEED)
-    overwrite: bool = option(False, "write into a directory that no demo made")
     web: str | None = option(None, "serve a page instead (at 127.0.0.1)", nargs="?", const="", metavar="HOST:PORT")
     model: str | None = option(None, f"{NAME}; the model in the box if left out")
     dtype: str = option("auto", **OF_WEIGHTS)
-    prompts: Path | None = option(
-        None, "file of prompts for --model, as `tokenahead bench` takes it; eight requests if left out", metavar="FILE"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompts and (self.web is not None or not self.model):
-            raise ValueError("--prompts needs a --model that answers them, in the terminal: leave out --web")
+    prompts: Path | None = option(None, _PROMPTS, metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -148,15 +132,13 @@ class DoctorRequest(NamesDrafter):
     """Options of `tokenahead doctor`."""
 
     model: str = option(help=NAME)
-    prompts: Path | None = option(
-        None, "file of prompts, as `tokenahead bench` takes it; 24 requests if left out", metavar="FILE"
-    )
+    prompts: Path | None = option(None, _PROMPTS, metavar="FILE")
     raw: bool = option(False, "prompts as they are, without the chat template")
     ignore_columns: list[str] | None = option(None, _IGNORED, nargs="+", metavar="NAME")
-    per_category: int | None = option(None, "prompts of each category; all if left out", read=whole(1))
+    per_category: int | None = option(None, _EACH, read=COUNT)
     new_tokens: int = option(64, "per answer, at most (%(default)s)", read=whole(2))
     dtype: str = option("auto", **OF_WEIGHTS)
-    device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
+    device: str | None = option(None, _DEVICE)
     json: bool = option(False, "write one JSON object in place of the tables")
 
 
@@ -166,26 +148,20 @@ class GenerateRequest(NamesDrafter):
 
     model: str = option(help=NAME)
     prompt: str | None = option(
-        None,
-        "the text to complete; '-', or none: the standard input; write '--' before a prompt that begins with '-'",
-        positional=True,
-        nargs="?",
-    )
+        None, "the text to complete; '-', or none: the standard input; '--' before one that begins with '-'",
+        positional=True, nargs="?",
+    )  # fmt: skip
     plain: bool = option(False, "one token at a time, without drafts")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
     no_thinking: bool = option(False, "chats without thinking: the template gets enable_thinking=False")
     dtype: str = option("auto", **OF_WEIGHTS)
-    device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
-    temperature: float | None = option(
-        None, "sample; 0: greedy, as without any of these three", read=number("at least 0", lambda x: x >= 0)
-    )
+    device: str | None = option(None, _DEVICE)
+    temperature: float | None = option(None, "sample; 0: greedy, as without any of these three", read=NOT_NEGATIVE)
     top_k: int | None = option(None, "sample from the k most probable tokens (0: from all)", read=whole(0))
-    top_p: float | None = option(
-        None, "sample from the nucleus", read=number("above 0 and at most 1", lambda x: 0 < x <= 1)
-    )
+    top_p: float | None = option(None, "sample from the nucleus", read=SHARE)
     seed: int = option(0, "of the samples (%(default)s)", read=SEED)
-    max_new_tokens: int = option(256, "%(default)s if left out", read=whole(1))
-    num_assistant_tokens: int | None = option(None, "tokens to draft; as many as fit if left out", read=whole(1))
+    max_new_tokens: int = option(256, "%(default)s if left out", read=COUNT)
+    num_assistant_tokens: int | None = option(None, "tokens to draft; as many as fit if left out", read=COUNT)
     json: bool = option(False, "write one JSON object: the text and statistics")
 
     def __post_init__(self) -> None:
@@ -199,20 +175,17 @@ class BenchRequest:
     """Options of `tokenahead bench`."""
 
     model: str = option(help=NAME)
-    prompts: str = option(
-        help="Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line; or a data "
-        "set of such rows, on the Hub or in a directory: NAME:SPLIT, or NAME:CONFIG:SPLIT"
-    )
+    prompts: str = option(help=_SOURCE)
     methods: list[str] = option(help=_METHODS, nargs="+", metavar="METHOD")
     output: Path = option(help="directory of results; an earlier run there continues")
     decoding: list[str] = option(["greedy"], "'greedy', 'T=1', 'T=0.7' (greedy)", nargs="+")
-    batch_size: list[int] = option([1], "prompts per call (1)", nargs="+", read=whole(1))
-    new_tokens: int = option(128, "per answer, at most (%(default)s)", read=whole(1))
-    per_category: int | None = option(None, "prompts of each category; all if left out", read=whole(1))
+    batch_size: list[int] = option([1], "prompts per call (1)", nargs="+", read=COUNT)
+    new_tokens: int = option(128, "per answer, at most (%(default)s)", read=COUNT)
+    per_category: int | None = option(None, _EACH, read=COUNT)
     seconds: float | None = option(None, "time after which nothing is begun", read=SECONDS)
     dtype: str = option("auto", **OF_WEIGHTS)
     device: str = option("cpu", "such as cpu or cuda (%(default)s)")
-    threads: int | None = option(None, "of PyTorch", read=whole(1))
+    threads: int | None = option(None, "of PyTorch", read=COUNT)
     seed: int = option(0, "of the samples (%(default)s)", read=SEED)
     raw: bool = option(False, "prompts as they are, without the chat template")
     no_thinking: bool = option(False, "chats without thinking: the template gets enable_thinking=False")
@@ -229,11 +202,9 @@ class VerifyRequest:
     """Options of `tokenahead verify`."""
 
     decoders: list[str] | None = option(
-        None,
-        "names of known functions, such as ngram, dflash or 'vLLM: ngram'; all, without --function, if left out",
-        nargs="+",
-        metavar="NAME",
-    )
+        None, "names of known functions, as ngram or dflash; all, without --function, if left out",
+        nargs="+", metavar="NAME",
+    )  # fmt: skip
     function: list[str] | None = option(
         None, "MODULE:NAME of others: (model, input_ids, **options of generate) -> sequences", nargs="+", metavar="NAME"
     )
@@ -247,21 +218,15 @@ class CardRequest:
     """Options of `tokenahead card`."""
 
     model: str = option(help=NAME, positional=True)
-    results: Path | None = option(
-        None, "file of results of `tokenahead bench`; the one beside the card if left out", metavar="FILE"
-    )
+    results: Path | None = option(None, "file of results of `tokenahead bench`; the one beside the card if left out")
     methods: list[str] | None = option(
-        None,
-        "the methods of the results that drafted with this model; those that name its directory if left out",
-        nargs="+",
-        metavar="NAME",
-    )
+        None, "methods of the results that drafted with this model; those that name its directory if left out",
+        nargs="+", metavar="NAME",
+    )  # fmt: skip
     name: str | None = option(None, f"title{_KEEPS}, or else the name of the directory")
     output: Path | None = option(None, "directory of the card and the figures; the model's if left out")
     license: str | None = option(None, f"licence id of the weights{_KEEPS}")
     language: list[str] | None = option(None, f"codes of the languages that it writes{_KEEPS}", nargs="+")
     base_model: str | None = option(None, f"name on the Hub of what it derives from{_KEEPS}")
-    ignore_fields: list[str] | None = option(
-        None, "fields of the drafter's config.json that are passed over", nargs="+", metavar="NAME"
-    )
+    ignore_fields: list[str] | None = option(None, "fields of its config.json that are passed over", nargs="+")
     overwrite: bool = option(False, "replace a README.md that a person wrote")

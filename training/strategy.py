@@ -40,18 +40,8 @@ _RANGES = {
 class TrainingStrategy:
     """A recipe of training; fields that are None do not change the model's own values.
 
-    Recipes of the papers:
-
-    - heads only (Medusa-1, MtPC's stage 1, EAGLE, Hydra): the defaults;
-    - joint (Gloeckle et al.): `train="all"`;
-    - Medusa-2: `train="lora"`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_weight=0.2`, or a ramp:
-      `loss_weight=0`, `loss_weight_last=0.2`, `loss_weight_shape="sine"`;
-    - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`,
-      `loss={"balance": "rms"}`;
-    - MtPC's stage 2: `draft_layers=2` on heads that are trained already; `head_warmup=0.5` makes both stages one run;
-    - Hydra++: `loss={"target": "teacher"}`; LK losses: `loss={"target": "teacher", "divergence": "lk"}`;
-    - calls: `loss={"target": "teacher", "divergence": "block"}`, on outputs of the backbone (temperature 1);
-    - DeepSeek-V3: `train="all"`, `loss_weight=0.3`, `loss_weight_last=0.1`, `loss_weight_until=0.68`.
+    The defaults are heads on a frozen backbone (Medusa-1, MtPC's stage 1, EAGLE, Hydra); docs/strategies.md has the
+    other papers' recipes.
 
     Attributes:
         train: `"drafter"`: the backbone is frozen. `"all"`: everything learns jointly, the backbone from its own
@@ -101,21 +91,15 @@ class TrainingStrategy:
 
     def __post_init__(self) -> None:
         check_values(self, _CHOICES, _RANGES)
-        if self.loss_weight_last is not None and self.loss_weight is None:
-            raise ValueError(f"loss_weight_last={self.loss_weight_last} is the end of a schedule: set loss_weight, too")
-        adapters = "is an option of the backbone's adapters, which only train='lora' has"
-        schedule = "is an option of a schedule from loss_weight to loss_weight_last: set both"
-        parts = {
-            "lora_": (self.train == "lora", adapters),
-            "draft_lora_rank": (bool(self.draft_layers), "is an option of draft layers: set draft_layers, too"),
-            "loss_weight_until": (self.loss_weight_last is not None, schedule),
-            "loss_weight_shape": (self.loss_weight_last is not None, schedule),
+        needs = {  # without it, a field would be passed over
+            "lora_": self.train == "lora",
+            "draft_lora_rank": bool(self.draft_layers),
+            "loss_weight_": self.loss_weight is not None and self.loss_weight_last is not None,
         }
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            for name, (is_there, why) in parts.items():  # without it, the field would be ignored
-                if entry.name.startswith(name) and not is_there and value != entry.default:
-                    raise ValueError(f"{entry.name}={value!r} {why}")
+            for name, is_there in needs.items():
+                if entry.name.startswith(name) and not is_there and getattr(self, entry.name) != entry.default:
+                    raise ValueError(f"{entry.name}={getattr(self, entry.name)!r} has no effect: see TrainingStrategy")
 
     def warmup_steps(self, max_steps: int) -> int:
         """Return how many of `max_steps` the head learns alone."""

@@ -11,7 +11,6 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import PreTrainedModel, Trainer
-from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from ..generation.tensors.shared_models import shard
@@ -27,8 +26,6 @@ from .trainer_base import (
     without_peft,
 )
 
-logger = logging.get_logger(__name__)
-
 
 class MTPTrainer(BaseTrainer):
     """transformers' Trainer for a model with multi-token heads, or for heads that are attached to a backbone.
@@ -38,29 +35,17 @@ class MTPTrainer(BaseTrainer):
     - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
       rules for padding and packed documents, and the loss of depth j is divided by count j;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
-      target of each depth since the last log, whatever the discount and the number of micro-batches (of Medusa and
-      Hydra heads, whose first depth is the backbone's and not computed in training, from `loss_head_2` on); and
-      `loss_backbone`, if the backbone's own head learns, too, and the drafter has another distribution of the next
-      token;
+      target of each depth since the last log (of Medusa and Hydra heads from `loss_head_2` on); `loss_backbone`, if the
+      backbone's own head learns, too; where the drafter learns the backbone's distribution, `acceptance_head_2`, ...:
+      the probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
+      `acceptance_step_1`, ...; over a draft vocabulary, targets that are not drafted count as 0;
     - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
-    - where the backbone's distribution is what the drafter learns, the log carries `acceptance_head_2`, ...: the
-      probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
-      `acceptance_step_1`, ..., of each step of drafting;
-    - over a draft vocabulary these losses are means over all targets, of which those that are not drafted count as 0,
-      in training and evaluation alike;
-    - columns of rows are read, known to change nothing, or refused by name (`ignore_columns` leaves them out): masks of
-      what is scored become labels, and padding is no target (`training.columns`);
+    - columns of rows are read, known to change nothing, or refused by name (`training.columns`);
     - rows of a training batch are joined without padding where the model reads joined rows apart (which is tried); else
-      a budget of tokens has rows of similar lengths, padded. A stream of one process is joined, too, and has
-      `per_device_train_batch_size` rows;
+      a budget of tokens has rows of similar lengths, padded;
     - `strategy` decides which parts learn, when, how fast and from what;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
-
-    The model's config retains its `use_cache` (`Trainer` would save it as False). A plain `Trainer` works, too, and
-    takes the same steps where an update is one batch, but for `balance="rms"`, whose factors it takes from the batch
-    itself; under accumulation it counts labels alone, so that depths are weighed by their share in each micro-batch;
-    and its `eval_loss` is a mean over batches.
 
     Args:
         model: The model; attached `MTPHeads`, `EagleHead` or `BlockDrafter`, `EvaByteForMTPC`, `DeepSeekMTP`, or one of
@@ -74,10 +59,8 @@ class MTPTrainer(BaseTrainer):
 
     Raises:
         TypeError: A model without heads that train here, or a path instead of a model.
-        ValueError: A strategy that the model cannot follow, a budget of tokens that cannot be met, an empty dataset,
-            one without a single target (at the first step), label smoothing, `torch_compile`, `use_liger_kernel`
-            without a GPU, noise on embeddings (NEFTune) of a drafter that has none, or context or sequence parallelism,
-            where windows would end at a shard's border.
+        ValueError: A strategy that the model cannot follow, a budget of tokens that cannot be met, data without a
+            single target (at the first step), label smoothing, `torch_compile`, or context or sequence parallelism.
 
     Example:
         >>> model.train_only("drafter")
@@ -94,9 +77,7 @@ class MTPTrainer(BaseTrainer):
     ) -> None:
         if model is not None and not isinstance(without_peft(model), TrainableDrafter):
             raise TypeError(
-                f"MTPTrainer needs a model that predicts several tokens, not a {type(without_peft(model)).__name__}: "
-                "add heads with MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model); "
-                "students have PTPTrainer"
+                f"MTPTrainer needs a model with drafts to train, not a {type(without_peft(model)).__name__}"
             )
         config = None if model is None else model.config
         use_cache = {name: value for name, value in vars(config or self).items() if name == "use_cache"}
@@ -122,17 +103,8 @@ class MTPTrainer(BaseTrainer):
         if config is not None:
             vars(config).pop("use_cache", None)
             vars(config).update(use_cache)
-        _warn_of_few_bits(self._owner)
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
-            raise ValueError(
-                f"cp_size={self.get_cp_size()} and sp_size={self.get_sp_size()} cut sequences, and a window cannot "
-                "reach into the next piece; set both to 1"
-            )
-        if self.args.neftune_noise_alpha is not None and self._owner.get_input_embeddings() is None:
-            raise ValueError(
-                f"neftune_noise_alpha={self.args.neftune_noise_alpha} is noise on embeddings, and a "
-                f"{type(self._owner).__name__} reads those of its backbone, which is frozen; leave it out"
-            )
+            raise ValueError("cp_size and sp_size cut sequences, and windows would end at each cut: set both to 1")
 
     @property
     def joins_rows(self) -> bool:
@@ -269,15 +241,3 @@ class MTPTrainer(BaseTrainer):
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)
         losses, accepted = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
         return [*losses, "loss_backbone", *accepted]
-
-
-def _warn_of_few_bits(model: nn.Module) -> None:
-    """Warn where weights that learn have fewer bits than the steps of usual learning rates need."""
-    learning = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-    for name, weight in learning:
-        if weight.dtype.itemsize < torch.float32.itemsize:
-            logger.warning_once(
-                f"{name} learns in {str(weight.dtype).removeprefix('torch.')}, which loses most steps of a small "
-                "learning rate: call .to(torch.float32) on what learns, and pass TrainingArguments(bf16=True)"
-            )
-            return

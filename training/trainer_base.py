@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -25,7 +25,6 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from ..configuration.fields import refuse
 from ..generation.tensors.saving import finish, whole_directory
 from ..generation.tensors.shared_models import gathered_state, shares_hidden
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
@@ -52,75 +51,37 @@ def check_depths(
         ValueError: No targets at all.
     """
     has_targets = counts.bool().cpu()
-    others = islice(batches(), BATCHES_TO_SEARCH) if not has_targets.all() else ()
-    for batch in others:
+    for batch in islice(batches(), BATCHES_TO_SEARCH) if not has_targets.all() else ():
         has_targets = has_targets | count(batch).bool().cpu()
         if has_targets.all():
             return
     if not has_targets.any():
-        raise ValueError(
-            "train_dataset has no targets: its labels are -100 everywhere, or no row is longer than one token"
-        )
+        raise ValueError("train_dataset has no targets: its labels are -100 everywhere, or its rows have one token")
     if not has_targets.all():
         missing = ", ".join(str(depth + 1) for depth in (~has_targets).nonzero()[:, 0].tolist())
-        logger.warning(
-            f"no row of train_dataset reaches depth {missing}: the heads of these depths learn nothing; give longer "
-            "rows, or a smaller window"
-        )
+        logger.warning(f"no row of train_dataset reaches depth {missing}, whose heads learn nothing: give longer rows")
 
 
 def check_ids(batches: Sequence[Inputs], vocab_size: int) -> None:
-    """Refuse labels of another shape than their ids, and ids outside the vocabulary.
-
-    On an accelerator these would only show as a failed assertion of a kernel.
-    """
+    """Refuse ids outside the vocabulary: on an accelerator these would only show as a failed assertion of a kernel."""
     for batch in batches:
-        tensors = {name: batch[name] for name in _IDS if isinstance(batch.get(name), torch.Tensor)}
-        shapes = {name: list(tensors[name].shape) for name in ("labels", "input_ids") if name in tensors}
-        if len(shapes) > 1 and shapes["labels"] != shapes["input_ids"]:
-            raise ValueError(
-                f"labels have shape {shapes['labels']}, and input_ids {shapes['input_ids']}: give every id one label, "
-                f"{IGNORE} where nothing is scored"
-            )
-        for name, ids in tensors.items():
-            check_targets(ids.cpu(), vocab_size, name)
+        for name in _IDS:
+            if isinstance(ids := batch.get(name), torch.Tensor):
+                check_targets(ids.cpu(), vocab_size, name)
 
 
 def check_kernels(args: TrainingArguments, model: nn.Module | None = None) -> None:
-    """Refuse what losses cannot have: compiled steps, and kernels of liger where there is no GPU, or in their place.
+    """Refuse compiled steps, and keep liger's kernel of the loss away.
 
     Raises:
-        ValueError: `torch_compile`, also of `accelerate launch --dynamo_backend`, or a model that is compiled already;
-            `use_liger_kernel` without a GPU, or with its fused cross-entropy.
+        ValueError: `torch_compile`, also of `accelerate launch --dynamo_backend`, or a model that is compiled already:
+            losses make their gradients in their forward, in chunks of the rows that have targets.
     """
-    of_launcher = TorchDynamoPlugin().backend  # from accelerate's environment
-    is_asked = args.torch_compile or of_launcher != DynamoBackend.NO
-    backend = args.torch_compile_backend or of_launcher.value.lower()
     is_compiled = model is not None and (is_compiled_module(model) or model._compiled_call_impl is not None)
-    why = (
-        "losses make their gradients in their forward, in chunks of the rows that have targets, so that every other "
-        "batch would be compiled again, in dozens of graphs"
-    )
-    fused, device = "fused_linear_cross_entropy", args.device.type
-    is_fused, liger = (args.liger_kernel_config or {}).get(fused), args.use_liger_kernel
-    right = "leave torch_compile, torch_compile_backend and torch_compile_mode out, and accelerate's --dynamo_backend"
-    refuse(
-        [
-            (is_asked, f"torch_compile=True (backend {backend!r}): {why}; {right}"),
-            (is_compiled, f"torch_compile: the model is compiled, and {why}; pass it as it was before"),
-            (
-                liger and device in ("cpu", "mps"),
-                f"use_liger_kernel=True needs a GPU, and device={device!r}; leave it out: losses have chunks here, too",
-            ),
-            (
-                liger and is_fused,
-                f"liger_kernel_config={{{fused!r}: True}} would replace the loss, and drafters would learn nothing; "
-                "leave it out",
-            ),
-        ]
-    )
-    if liger:
-        args.liger_kernel_config = {**(args.liger_kernel_config or {}), fused: False}  # which is on by default
+    if args.torch_compile or is_compiled or TorchDynamoPlugin().backend != DynamoBackend.NO:
+        raise ValueError("torch_compile=True would compile losses again for every batch: leave it, and dynamo, out")
+    if args.use_liger_kernel:  # its loss, on by default, would replace the drafter's
+        args.liger_kernel_config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
 
 
 class RunningMeans:
@@ -158,8 +119,7 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
     """A `Trainer` that logs exact means and writes whole models where parameters are sharded.
 
     A subclass names the quantities in `_mean_names` and adds them to `_means[model.training]`. If its evaluation loss
-    follows from them, `_pooled_loss` computes it: the mean over batches would depend on their size. `save_model`
-    always writes a directory for `from_pretrained`. `_owner` is the model without wrappers of distribution.
+    follows from them, `_pooled_loss` computes it. `_owner` is the model without wrappers of distribution.
     """
 
     _owner: Any
@@ -173,20 +133,11 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         if self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding:
             self.data_collator = Collator(cast(Any, self.processing_class))  # these do not pad labels
         check_kernels(self.args, cast(nn.Module, self.model))
-        for name in ("train_dataset", "eval_dataset"):
-            if isinstance(data := getattr(self, name), Sized) and not len(data):
-                raise ValueError(f"{name} is empty; give at least one row with a target, or None")
         plugin = plugin_of_deepspeed(self)
         if plugin is not None and plugin.zero_stage == 3:
-            raise ValueError(
-                "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
-                "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
-            )
+            raise ValueError("zero_stage=3 of DeepSpeed divides the unembedding that heads read: use 1 or 2, or FSDP2")
         if self.args.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} is for losses of labels, and a "
-                f"{type(self).__name__} has a loss of its own; set it to 0"
-            )
+            raise ValueError("label_smoothing_factor is for losses of labels, and drafters have their own: set it to 0")
         self._means = {True: RunningMeans(), False: RunningMeans()}
         self._bar = TokenProgress.replace_bar(self)
         self.check_batches()
@@ -198,10 +149,7 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         super().create_accelerator_and_postprocess()
         started, found = int(os.environ.get("WORLD_SIZE", 1)), self.accelerator.num_processes
         if started > found:
-            raise ValueError(
-                f"WORLD_SIZE={started} processes were started, and accelerate joins {found}: each would train alone "
-                "in the same directory. Without accelerators, pass use_cpu=True, and no FSDP in accelerate's config"
-            )
+            raise ValueError(f"WORLD_SIZE={started} processes would train alone in one directory: pass use_cpu=True")
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         policy = None if plugin is None else plugin.mixed_precision_policy
         if isinstance(policy, MixedPrecisionPolicy):

@@ -18,7 +18,6 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
-from ..configuration.fields import refuse
 from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
 from .batches import BatchingMixin, Inputs
@@ -52,15 +51,10 @@ class _SFTBehaviour(BatchingMixin):
         self, model: nn.Module | None = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
     ) -> None:
         if isinstance(args, SFTConfig):
-            wraps = (args.packing or args.eval_packing) and args.packing_strategy == "wrapped"
-            own = "is a loss of TRL's own, from which the heads would learn nothing: leave it at 'nll', for which the"
-            ends = "does not say where a document ends, and windows would reach into the next one; choose 'bfd' or"
-            refuse(
-                [
-                    (args.loss_type != "nll", f"loss_type={args.loss_type!r} {own} model's own loss is taken"),
-                    (wraps, f"packing_strategy='wrapped' {ends} 'bfd_split'"),
-                ]
-            )
+            if args.loss_type != "nll":
+                raise ValueError(f"loss_type={args.loss_type!r} would replace the model's own loss: leave it at 'nll'")
+            if (args.packing or args.eval_packing) and args.packing_strategy == "wrapped":
+                raise ValueError("packing_strategy='wrapped' hides where documents end: choose 'bfd' or 'bfd_split'")
         super().__init__(model, args, *rest, **kwargs)
 
     def collates_rows(self) -> bool:
@@ -87,10 +81,7 @@ class _SFTBehaviour(BatchingMixin):
             rows = prepare(dataset, processing_class, whole, False, formatting_func, dataset_name)
             dataset, formatting_func = rows.filter(lambda row: len(row["input_ids"]) <= longest), None
             if next(iter(dataset), None) is None:
-                raise ValueError(
-                    f"drop_longer=True: all rows of the {dataset_name} data are longer than max_length="
-                    f"{longest}; raise it, or leave drop_longer out"
-                )
+                raise ValueError(f"drop_longer=True leaves no row of the {dataset_name} data, max_length={longest}")
         return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
@@ -173,10 +164,7 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
     ) -> None:
         owner = without_peft(model)
         if not (isinstance(owner, MTPGenerationMixin) and isinstance(owner, TrainableDrafter)):
-            raise TypeError(
-                f"MTPDPOTrainer trains a model that drafts for itself (EvaByteForMTPC, DeepSeekMTP), not a "
-                f"{type(model).__name__}; attached heads are trained after the preferences, with MTPSFTTrainer"
-            )
+            raise TypeError(f"MTPDPOTrainer trains a model that drafts for itself, not a {type(model).__name__}")
         if not 0 <= drafter_weight < math.inf:
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
         self.drafter_weight = drafter_weight

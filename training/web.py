@@ -20,7 +20,7 @@ from ..configuration.fields import field
 from ..generation.backbone.backbones import takes_dense_masks
 from ..generation.lookups.ngram import NgramDrafter
 from .demo import described, load_methods, spans
-from .evaluation.decoding import GREEDY, Run, decode, drafted_flags, sampled
+from .evaluation.decoding import GREEDY, Row, decode, drafted_flags, sampled
 from .evaluation.prompts import Prompt, PromptEncoder
 from .utils import needs_extra
 
@@ -58,7 +58,7 @@ class Author:
         streamer = TextIteratorStreamer(self.writer.tokenizer, skip_prompt=True)
         options = self.method.options | {"streamer": streamer} | ({"draft_tree": tree} if as_tree else {})
 
-        def written() -> Run:
+        def written() -> Row:
             try:
                 return decode(replace(self.method, options=options), *asked)
             finally:
@@ -167,13 +167,12 @@ def serve(model: str | None, drafter: str | None, dtype: str, address: str) -> i
         ValueError: No address, or one that cannot be had.
     """
     host, _, port = address.rpartition(":")
-    if port and not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
-        raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860, with a port below 65536")
-    host, number = host.strip("[]") or "127.0.0.1", int(port or 0)
+    host = host.strip("[]") or "127.0.0.1"
     try:  # before a model is loaded
+        number = int(port or 0)
         socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--web {address}: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"--web {address}, which is HOST:PORT: {error}") from error
     page = build(model, drafter, dtype)
     page.launch(server_name=host, server_port=number or None, footer_links=[], share=False)
     return 0

@@ -30,7 +30,7 @@ from ..contract import DraftSession
 from ..tensors.masks import check_attention
 from ..tensors.saving import reads_whole, whole_directory
 from ..tensors.shared_models import check_whole
-from ..tensors.tensor_files import HUB_OPTIONS, check_index
+from ..tensors.tensor_files import check_index, hub_options
 from ..tensors.wrapped_models import carries_adapters, has_own_cache, uncompiled, untyped, unwrap
 from .session import AssistantSession, SharedVocabulary, shared_vocabulary
 from .state_readers import Gemma4Chain, borrows_states, buildable
@@ -240,7 +240,7 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
     """Load a model that drafts, or adapters of one."""
-    hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+    hub = hub_options(kwargs)
     check_index(name, kwargs.get("variant"), **hub)
     if find_adapter_config_file(str(name), **hub) is None:
         hub |= {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}

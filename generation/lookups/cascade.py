@@ -13,8 +13,7 @@ from ..attach import AttachableDrafter
 from ..backbone.backbones import takes_dense_masks
 from ..backbone.target import is_recurrent
 from ..call.options import CallOptions, DraftOptions
-from ..call.outputs import Speculation
-from ..call.sequences import Sequences
+from ..call.sequences import Sequences, Speculation
 from ..contract import (
     CacheView,
     DraftSession,
@@ -139,7 +138,7 @@ class DrafterCascade(AttachableDrafter):
             if drafter is self.last and options.draft_tree is not None and not self.joins:
                 tree, number = tree_options(options.draft_tree, drafter.longest_draft())
             sessions.append(
-                drafter.session(replace(options, num_tokens=min(options.num_tokens, number), draft_tree=tree))
+                drafter.session(replace(options, num_assistant_tokens=min(options.num_tokens, number), draft_tree=tree))
             )
         for drafter, session in zip(self.drafters, sessions):
             is_sure = drafter is self.last or session.expected is not None

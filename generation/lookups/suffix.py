@@ -17,8 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.fields import check_values
 from ..call.options import CallOptions, DraftOptions
-from ..call.outputs import Speculation
-from ..call.sequences import Sequences
+from ..call.sequences import Sequences, Speculation
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.saving import whole_file
 from ..tensors.tensor_files import naming

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..call.options import CallOptions
-from ..call.outputs import Speculation
 from ..call.schedule import AcceptanceRates, CycleCosts
+from ..call.sequences import Speculation
 from ..drafter import BaseDrafter
 from ..tensors.wrapped_models import Kwargs
 from .growth import DEEPEST

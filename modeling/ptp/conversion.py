@@ -28,7 +28,6 @@ from ...generation.tensors.tensor_files import (
     read_yaml,
     renamed,
     unwrapped,
-    warn_of_numbers,
 )
 
 _FILE, _LAST, _SHARES = "train.yaml", "last.ckpt", "correct_count_hist.pt"
@@ -127,7 +126,6 @@ class OfficialRun:
             if not own[name].is_meta and not torch.equal(own[name].to("cpu", found[name].dtype), found[name]):
                 raise ValueError(f"{file}: {name} differs from that of backbone=, which is not the one of this run")
         trained = {name: tensor for name, tensor in found.items() if name not in backbone}
-        warn_of_numbers(file, trained.items())
         for name, tensor in (trained | {name: torch.zeros(()) for name in idle if ".lora_B." in name}).items():
             own[name].copy_(tensor)
 

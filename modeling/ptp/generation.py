@@ -95,7 +95,7 @@ def make_uniforms(options: DraftOptions, may_stay: bool = True) -> Uniforms:
     """Return the uniforms of a call: fixed by position where draft and target pick with the same ones."""
     prompt, extra = options.prompt, options.extra
     is_coupled = options.do_sample and options.verification == "coupled"
-    stay = (is_coupled and may_stay) or not options.drafts  # without drafts nothing is rejected
+    stay = (is_coupled and may_stay) or not options.speculates  # without drafts nothing is rejected
     table = extra.get("uniforms")
     shape = len(prompt), options.max_length - prompt.shape[1]
     if table is not None and (table.dim() != 2 or table.shape[0] != shape[0] or table.shape[1] < shape[1]):

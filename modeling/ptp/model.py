@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
-from ...configuration.fields import check_options, requested_states
+from ...configuration.fields import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
+from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
 from ...generation.tensors.saving import reads_whole

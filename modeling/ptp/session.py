@@ -25,7 +25,6 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
-from ...configuration.fields import requested_states
 from ...configuration.ptp import PTPConfig
 from ...generation.assistant.session import AssistantSession, SharedVocabulary
 from ...generation.backbone.cache import block_mask
@@ -35,7 +34,15 @@ from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.schedule import AcceptanceRates
 from ...generation.call.sequences import Sequences
-from ...generation.contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
+from ...generation.contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    requested_states,
+)
 from ...generation.tensors.masks import cached_arange, cached_range, made_once, to_device
 from ...generation.tensors.sampling import pick
 from ...generation.tensors.wrapped_models import untyped
@@ -237,7 +244,7 @@ class ParallelSession(DraftSession):
     def _auxiliary(self, tokens: Sequences, drafted: int, length: int, branches: int = 1) -> AuxiliaryPositions | None:
         self._draw(tokens, drafted + 2 + self.longest_group)
         self.layout = None
-        if not self.options.drafts or length < 1:  # nothing is asked for: a plain forward
+        if not self.options.speculates or length < 1:  # nothing is asked for: a plain forward
             return None
         sizes = self._sizes(drafted, length)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
@@ -388,12 +395,12 @@ class SeparateSession(ParallelSession):
         """Read the prompt, all but its last token."""
         self.view = view
         self.unread = [2] * len(self.options.prompt)
-        if self.options.drafts:
+        if self.options.speculates:
             self.chain.begin(outputs, view)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return a chain of `length` tokens after every sequence, from one call."""
-        if length < 1 or not self.options.drafts:
+        if length < 1 or not self.options.speculates:
             self.uniforms.draw(tokens, 1)
             return DraftTree.chain(tokens.ids[:, :0])
         if self.uniforms.stay:
@@ -408,7 +415,7 @@ class SeparateSession(ParallelSession):
         """Count the new tokens; a sequence that has ended goes on with the others."""
         new = self.view.new_tokens
         self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
-        if self.options.drafts:
+        if self.options.speculates:
             cast(RaggedBackbone, self.chain.target).layout.keep(new)
 
     def _chosen(

@@ -135,6 +135,7 @@ def test_a_huge_request_allocates_little(base):
         tracemalloc.stop()
 
 
+@pytest.mark.by_day(most=4)
 def test_numbers_in_a_file_of_suffixes_are_checked(tmp_path):
     for changed in [
         {"factor": float("inf")},

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Lfm2C
 
 from tests.every_model import llama
 from tests.ptp_models import backbone, student
-from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.process_client import MAKERS
 from tokenahead import MTPHeads
 from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batches, cache_features
@@ -156,18 +156,10 @@ def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_same_weights(tmp_pa
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
 
 
-def test_a_budget_below_the_longest_row_names_it(tmp_path):
-    rows = [row | {"labels": row["input_ids"]} for row in rows_of([5, 30, 7])]
-    heads = MTPHeads.from_backbone(llama(), window=3)
-    with pytest.raises(ValueError, match="tokens_per_batch=29.*row 1.*30"):
-        MTPTrainer(heads, TrainingArguments(str(tmp_path), report_to="none"), train_dataset=rows, tokens_per_batch=29)
-
-
 def test_a_budget_that_cannot_be_met_is_refused(tmp_path):
     heads = MTPHeads.from_backbone(llama(), window=3)
     for options, budget, match in (
         ({}, -1, "tokens_per_batch=-1"),
-        ({}, 2.5, "tokens_per_batch=2.5"),
         ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size=4"),
         ({"auto_find_batch_size": True}, 64, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, 64, "batch_rebalance"),
@@ -184,19 +176,12 @@ def test_a_stream_has_rows_and_no_budget(tmp_path):
     heads = MTPHeads.from_backbone(llama(), window=3)
     arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, max_steps=2,
                                   per_device_train_batch_size=2)  # fmt: skip
-    with pytest.raises(ValueError, match="stream"):
+    with pytest.raises(ValueError, match="streaming"):
         MTPTrainer(heads, arguments, train_dataset=stream, tokens_per_batch=64)
     shapes = [
         batch["input_ids"].shape for batch in MTPTrainer(heads, arguments, train_dataset=stream).get_train_dataloader()
     ]
     assert shapes == [(1, 39), (1, 19)]
-
-
-def test_zero_keeps_the_number_of_rows(tmp_path):
-    rows = [row | {"labels": row["input_ids"]} for row in rows_of([10] * 12)]
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    trainer = MTPTrainer(MTPHeads.from_backbone(llama(), window=3), arguments, train_dataset=rows, tokens_per_batch=0)
-    assert [len(batch["input_ids"]) for batch in batches_of(trainer)] == [8, 4]
 
 
 def test_means_per_sequence_are_not_joined(tmp_path):
@@ -238,19 +223,13 @@ def test_lengths_come_from_the_columns_of_a_data_set():
         assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
 
 
-def test_evabyte_trains_on_batches_of_a_budget(tmp_path):
-    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), per_device_train_batch_size=8, num_train_epochs=2)
-    trainer.train()
-    assert trainer.state.max_steps == 2 and trainer.state.log_history[0]["loss"] > 0
-
-
 def test_slots_count_in_the_budget(tmp_path):
     rows = ragged_rows(6, 20, vocab_size=64)
     arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     options = PTPOptions(completions=4)
     model = student(base=backbone())
     besides = 4 * model.config.num_slots
-    with pytest.raises(ValueError, match=f"row 0.*20 tokens and {besides} slots"):
+    with pytest.raises(ValueError, match=f"row 0.*{20 + besides}"):
         PTPTrainer(model, arguments, options=options, train_dataset=rows, tokens_per_batch=19 + besides)
     trainer = PTPTrainer(model, arguments, options=options, train_dataset=rows, tokens_per_batch=2 * (20 + besides))
     assert [len(batch["input_ids"]) for batch in batches_of(trainer)] == [2, 2, 2]

@@ -42,12 +42,6 @@ def test_a_box_gives_back_its_heads(box: Path) -> None:
     assert torch.equal(drafted.sequences, model.generate(**inputs, max_new_tokens=12, do_sample=False, use_mtp=False))
 
 
-@pytest.mark.core
-def test_a_head_that_is_not_there(box: Path) -> None:
-    with pytest.raises(ValueError, match="head='cp'"):
-        load_box("cp", box)
-
-
 def test_a_damaged_box_is_refused(box: Path, tmp_path: Path) -> None:
     for damage in ("changed", "missing", "unsealed"):
         copy = shutil.copytree(box, tmp_path / damage)

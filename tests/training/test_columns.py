@@ -213,12 +213,6 @@ def test_trainers_of_trl_refuse_what_they_do_not_read(column, tmp_path):
         assert loss_of(rows, tmp_path, ignore_columns=[column], **SFT) == pytest.approx(want, abs=1e-4)
 
 
-def test_prompts_are_scored_where_that_is_asked(tmp_path):
-    rows = Dataset.from_list(with_column("completion_mask", SCORED))
-    want = loss_of(Dataset.from_list([{"input_ids": ids} for ids in IDS]), tmp_path, **SFT)
-    assert loss_of(rows, tmp_path, completion_only_loss=False, **SFT) == pytest.approx(want, abs=1e-4)
-
-
 def test_stored_states_have_the_labels_of_masks(tmp_path):
     head = EagleHead.from_backbone(llama(vocab_size=320))
     rows = [

@@ -1,19 +1,16 @@
 """What trainers refuse before the first step: ids that are none, checkpoints of others, settings without effect."""
 
 import copy
-import logging
 
 import pytest
 import torch
-from datasets import Dataset
-from trl import SFTConfig
 
 from tests import ptp_models
 from tests.every_model import llama
 from tests.families import family_model
 from tests.training.conftest import ragged_rows, small_model, trainer_for
-from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from tokenahead.training import MTPSFTTrainer, MTPTrainer, PTPSFTTrainer, PTPTrainer
+from tokenahead import EagleHead, MTPHeads, PTPForCausalLM
+from tokenahead.training import MTPTrainer, PTPTrainer
 
 
 def student(**options):
@@ -56,19 +53,6 @@ def test_ids_of_a_student_are_checked_too(tmp_path):
 
 def short_rows(length: int):
     return [{"input_ids": torch.arange(70, 70 + length), "labels": torch.arange(70, 70 + length)} for _ in range(4)]
-
-
-def test_depths_that_no_row_reaches_are_named(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        logging.getLogger("tokenahead.training.trainer_base"), "warning", lambda text: said.append(text)
-    )
-    trainer_for(small_model(), tmp_path, short_rows(3), max_steps=1).train()
-    assert len(said) == 1 and "no row of train_dataset reaches depth 3, 4: " in said[0]
-    said.clear()
-    rows = [*short_rows(3), *short_rows(6)]
-    trainer_for(small_model(), tmp_path, rows, max_steps=1, train_sampling_strategy="sequential").train()
-    assert said == []
 
 
 def with_head(**options):
@@ -119,17 +103,3 @@ def test_a_checkpoint_of_another_model_is_refused(earlier, now, message, tmp_pat
     with pytest.raises(ValueError, match=message):
         run(model).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("make", [lambda: (MTPSFTTrainer, small_model()), lambda: (PTPSFTTrainer, student())])
-def test_settings_that_nobody_would_follow_are_refused(make, tmp_path):
-    kind, model = make()
-    data = Dataset.from_dict({"text": ["def f(x):\n    return x\n"] * 4})
-    wrapped = {"packing_strategy": "wrapped"}
-    for name, options in (
-        ("loss_type", {"loss_type": "dft"}), ("packing_strategy", wrapped | {"packing": True}),
-        ("packing_strategy", wrapped | {"eval_packing": True}),
-    ):  # fmt: skip
-        config = SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=False, **options)
-        with pytest.raises(ValueError, match=f"{name}=.*'{options[name]}'"):
-            kind(model, config, train_dataset=data, processing_class=EvaByteTokenizer())

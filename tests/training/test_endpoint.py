@@ -164,7 +164,7 @@ REFUSED = {
     "several models": ({"models": ("tiny", "small")}, {}, "serves tiny, small.*model=None"),
     "a refusal": ({"status": 400}, {}, r"row \d+: .*HTTP 400.*further rows"),
     "no server": ({"status": 500}, {"tries": 2}, r"row \d+: .*2 tries: HTTP 500"),
-    "wrong ids": ({"changed": _negative}, {}, r"row \d+: .*the id -1.*further rows"),
+    "wrong ids": ({"changed": _negative}, {}, r"row \d+: .*\[-1\].*further rows"),
 }
 
 
@@ -262,15 +262,8 @@ def test_ids_lie_below_the_vocabulary_that_is_named(tmp_path):
     with serving(changed=lambda found: found["choices"][0].update(token_ids=[40, 50])) as (_, url):
         prompt = {0: [3]}
         options = dict(max_new_tokens=2, seed=0, options={})
-        with pytest.raises(EndpointError, match="row 0.*50.*vocabulary of 50"):
+        with pytest.raises(EndpointError, match="row 0.*50.*below 50"):
             list(endpoint(url, vocab_size=50).completions(prompt, **options))
-
-
-def test_a_list_of_models_that_is_none_is_refused():
-    lists = ({"data": data} for data in (None, "tiny", ["tiny"], [{"id": 3}], [{"name": "tiny"}]))
-    for models in ([{"id": "tiny"}], "tiny", None, 3, *lists):
-        with serving(models=models) as (_, url), pytest.raises(EndpointError, match="models"):
-            endpoint(url).served_model()
 
 
 def test_pauses_that_a_server_asks_for_are_bounded(monkeypatch):
@@ -336,14 +329,6 @@ def test_a_compressed_answer_is_bounded_by_what_it_holds(coding):
         list(endpoint(url).completions({0: [3]}, 2, 0, {}))
 
 
-def test_a_compressed_answer_is_read():
-    ids = {"choices": [{"text": "", "token_ids": [5], "prompt_token_ids": [3], "finish_reason": "stop"}]}
-    body = gzip.compress(json.dumps(ids).encode())
-    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with serving(instead=lambda handler: handler.wfile.write(head + body)) as (_, url):
-        assert list(endpoint(url).completions({0: [3]}, 2, 0, {})) == [(0, [5])]
-
-
 def test_a_redirection_is_refused_and_not_followed():
     def redirects(handler):
         handler.send_response(302)
@@ -367,19 +352,3 @@ def test_an_answer_of_another_form_is_named():
         with served as (_, url), refused as error:
             list(endpoint(url, tries=1).completions({0: [3]}, 2, 0, {}))
         assert "row 0" in str(error.value) and "OpenAI's form" in str(error.value)
-
-
-def test_an_endpoint_that_cannot_be_is_refused():
-    for name, values in {
-        "url": ("host:8000/v1", 3, "http://"), "tries": (0, 2.5), "concurrency": ("4",), "vocab_size": (-1,),
-        "timeout": (0, float("nan")), "pause": (-1,),
-    }.items():  # fmt: skip
-        for value in values:
-            with pytest.raises(ValueError, match=f"{name}="):
-                Endpoint(**{"url": "http://127.0.0.1:1/v1", name: value})
-
-
-def test_an_option_that_is_no_field_of_a_request_is_no_fault_of_the_server():
-    with serving() as (server, url), pytest.raises(EndpointError, match="row 0: .*object"):
-        list(endpoint(url, pause=60).completions({0: [3]}, 2, 0, {"stop": object()}))
-    assert not server.asked

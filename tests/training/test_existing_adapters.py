@@ -80,13 +80,11 @@ def test_new_adapters_learn_and_are_saved_where_transformers_refuses_the_install
     [
         ("lora_rank", 8, "3"),
         ("lora_alpha", 6, "5"),
-        ("lora_dropout", 0.1, "0.0"),
-        ("lora_targets", ["q_proj"], r"\['q_proj', 'v_proj'\]"),
     ],
 )
 def test_other_adapters_than_those_that_are_there(field, value, there, adapted, tmp_path):
     heads = MTPHeads.from_backbone(adapted, window=3)
-    with pytest.raises(ValueError, match=rf"{field}=.*the adapters that the backbone carries have {there}"):
+    with pytest.raises(ValueError, match=rf"{field}=.*adapters of the backbone have {there}"):
         trainer(heads, tmp_path, train="lora", **{field: value})
 
 
@@ -107,7 +105,7 @@ def test_a_backbone_with_adapters_does_not_learn_as_a_whole(adapted, tmp_path):
 def test_adapters_that_a_wrapper_holds_are_not_drawn_anew(tmp_path):
     backbone = get_peft_model(llama(num_hidden_layers=2), LoraConfig(**THERE, init_lora_weights=False))
     before = {name: value.clone() for name, value in backbone.named_parameters()}
-    with pytest.raises(ValueError, match="train='lora'.*load_adapter"):
+    with pytest.raises(ValueError, match="train='lora'.*merge"):
         trainer(MTPHeads.from_backbone(backbone, window=3), tmp_path, train="lora")
     assert all(value.equal(before[name]) for name, value in backbone.named_parameters())
 
@@ -136,10 +134,3 @@ def test_adapters_that_are_put_on_a_model_leave_it_in_its_mode(is_training, tmp_
     assert {module.training for module in backbone.modules()} == {is_training}
     ids = torch.arange(3, 13)[None]
     torch.testing.assert_close(backbone.eval()(ids).logits, saved(ids).logits)
-
-
-def test_a_pattern_that_the_adapters_were_made_by_is_theirs(adapted, tmp_path):
-    """What peft put into the modules has their names in its own, and matches, too."""
-    pattern = r".*\.(q|v)_proj.*"
-    made = trainer(MTPHeads.from_backbone(adapted, window=3), tmp_path, train="lora", lora_targets=pattern)
-    made.train()

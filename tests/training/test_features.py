@@ -193,9 +193,7 @@ def test_refusals(tmp_path):
         cache_features(heads, data, tmp_path / "g", dtype="int8")
     with pytest.raises(ValueError, match="no rows"):
         cache_features(heads, [], tmp_path / "g")
-    with pytest.raises(ValueError, match="data=.*a stream"):
-        cache_features(heads, iter(data), tmp_path / "g")
-    with pytest.raises(FileNotFoundError, match="holds no features"):
+    with pytest.raises(FileNotFoundError):
         FeatureDataset(tmp_path / "g")
     with pytest.raises(ValueError, match="needs.*2"):
         DRAFTERS["layer"]()(

@@ -197,13 +197,6 @@ def test_damaged_facts_are_named_and_written_again_when_they_are_removed(damaged
         assert [each.stat().st_mtime_ns for each in part_files(damaged.folder)] == times
 
 
-def test_a_gap_is_named_with_its_rows_and_what_fills_it(damaged):
-    for path in reversed(part_files(damaged.folder)[1:]):
-        path.unlink()
-    with pytest.raises(ValueError, match=rf"holds \d+ of 12 rows.*{path.name} is missing.*{damaged.remedy}"):
-        damaged.read(damaged.folder)
-
-
 def test_without_verification_only_sizes_are_looked_at(tmp_path):
     rows = kept(states(tmp_path))
     first, second, third, *_ = part_files(tmp_path)
@@ -229,18 +222,6 @@ def test_checksums_are_read_when_a_part_is_first_opened(tmp_path, monkeypatch):
     assert not read and equal([rows[0], rows[0]], [rows[0]] * 2) and read == [True]
     list(rows)
     assert read == [True] * len(part_files(tmp_path))
-
-
-@pytest.mark.by_day("states-0o77", "answers-0o22")
-@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
-@pytest.mark.parametrize("kind", KINDS)
-def test_modes_follow_the_umask(kind, mask, tmp_path):
-    before = os.umask(mask)
-    try:
-        KINDS[kind].write(tmp_path)
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
 
 
 def test_a_link_is_replaced_and_not_followed(damaged, tmp_path):

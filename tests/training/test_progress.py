@@ -49,13 +49,6 @@ def test_an_evaluation_takes_no_time(tmp_path, monkeypatch):
     assert bar._tokens == 0
 
 
-def test_masks_of_other_shapes_hide_no_token(tmp_path, monkeypatch):
-    _, bar = bar_of("heads", tmp_path, monkeypatch)
-    bar.count({"input_ids": torch.zeros(2, 3), "attention_mask": torch.ones(2, 1, 3, 3)})
-    bar.count({"inputs_embeds": torch.zeros(2, 3, 4)})
-    assert (bar._tokens, bar._useful) == (6, 6)
-
-
 def test_without_a_bar_nothing_is_counted(tmp_path):
     trainer = trainer_for(small_model(), tmp_path, ROWS[:1], disable_tqdm=True)
     assert trainer._bar is None

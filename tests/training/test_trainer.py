@@ -9,7 +9,6 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EvaByteForMTPC, MTPHeads
 from tokenahead.modeling.heads.losses import window_targets
-from tokenahead.training import MTPTrainer
 
 
 def means_per_depth(model, rows, window: int = 4) -> list[float]:
@@ -116,13 +115,6 @@ def test_evaluation_reports_plain_means_per_head(tmp_path):
     assert logged(trainer, "eval_loss_head_", "eval_loss") == pytest.approx(means)
 
 
-def test_depths_without_targets_are_not_logged(tmp_path):
-    rows = [{"input_ids": torch.arange(70, 73), "labels": torch.arange(70, 73)} for _ in range(4)]
-    trainer = trainer_for(small_model(), tmp_path, rows, max_steps=1)
-    trainer.train()
-    assert len(logged(trainer, "loss_head_", "loss")) == 2
-
-
 def test_resuming_gives_the_weights_of_an_uninterrupted_run(tmp_path):
     rows, options = ragged_rows(), dict(learning_rate=1e-2, max_steps=4, save_strategy="steps", save_steps=2)
     whole, resumed = small_model(), small_model()
@@ -169,12 +161,6 @@ def test_replicas_of_data_parallel_each_get_all_counts(tmp_path):
     trainer.args._n_gpu = 2
     double = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
     assert double.shape == (2, 4) and torch.equal(double, single.expand(2, -1))
-
-
-def test_context_parallelism_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(MTPTrainer, "get_cp_size", lambda self: 2)
-    with pytest.raises(ValueError, match="cp_size"):
-        trainer_for(small_model(), tmp_path, ragged_rows())
 
 
 def test_label_smoothing_is_refused(tmp_path):

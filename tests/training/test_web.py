@@ -110,12 +110,6 @@ def test_a_drafter_that_does_not_fit_is_named(llama):
             web.Author(llama, drafter)
 
 
-def test_prompts_of_a_file_need_a_model_in_the_terminal(capsys, tmp_path):
-    for words in (("--web", "--model", "m"), ()):
-        assert run(*words, "--prompts", tmp_path / "p.txt") == 2
-        assert "--prompts needs a --model" in capsys.readouterr().err
-
-
 def test_a_missing_gradio_is_named_before_anything_is_loaded(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert run("--web", "--model", "/nowhere") == 1

@@ -68,7 +68,7 @@ class BestOfForCausalLM(PTPForCausalLM):
         return super().prepare_call(options, config)
 
     def start(self, options: DraftOptions) -> ParallelSession:
-        if not (options.drafts and options.do_sample):
+        if not (options.speculates and options.do_sample):
             return super().start(options)
         return BestOfSession(self.config, options, make_uniforms(options, may_stay=False), many=self.many)
 

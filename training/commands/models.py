@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,6 @@ from ...generation.tensors.shared_models import load_sharded
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
-from ...modeling.common.loading import with_article
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, is_row_wise, taken_columns
 from ..columns import PER_TOKEN, template_options
@@ -39,7 +37,6 @@ from ..loading import (
     load_backbone,
     load_config,
     load_drafter,
-    named_base,
     tokenizer_source,
     trained_backbone,
 )
@@ -80,10 +77,7 @@ def build(settings: Settings) -> Trainee:
     if not source:
         raise ValueError("model_name_or_path is missing: a directory, or a name on the Hub")
     if has_adapters(source):
-        raise ValueError(
-            f"model_name_or_path={source} holds adapters of peft without the model that they were trained for: merge "
-            "them into it, and name the merged one"
-        )
+        raise ValueError(f"model_name_or_path={source} holds adapters of peft: merge them, and name the merged model")
     model = settings.model
     options: Kwargs = {
         "revision": model.model_revision,
@@ -131,10 +125,10 @@ def learning_parts(model: Any) -> list[torch.nn.Module]:
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(tokenizer_source(source))
-    except (OSError, ValueError) as error:
-        if not isinstance(backbone, EvaByteForMTPC):
-            raise ValueError(f"model_name_or_path={source} has no tokenizer that can be read: {error}") from error
-        return EvaByteTokenizer()  # bytes are bytes, also where a directory has none
+    except (OSError, ValueError):
+        if isinstance(backbone, EvaByteForMTPC):
+            return EvaByteTokenizer()  # bytes are bytes, also where a directory has none
+        raise
 
 
 def _drafter(arguments: DrafterArguments, backbone: Any) -> Any:
@@ -166,15 +160,10 @@ def _drafter_options(arguments: DrafterArguments) -> Kwargs:
 def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel, options: Kwargs) -> Any:
     kind = None if arguments.kind == "auto" else arguments.kind
     if odd := options.keys() - _OF_STORED:
-        raise ValueError(
-            f"drafter_options: {odd.pop()} is for a new drafter, and {name} exists already: leave one of them out, or "
-            f"choose of {', '.join(sorted(_OF_STORED))}, where its config.json does not name them"
-        )
+        raise ValueError(f"drafter_options: {odd.pop()} is for a new drafter; {name} takes {sorted(_OF_STORED)}")
     drafter = load_drafter(name, backbone, "drafter", kind, **options)
     if not drafter.is_apart or is_parallel(drafter):
-        raise ValueError(
-            f"drafter={arguments.drafter!r} holds {with_article(type(drafter).__name__)}: it is no drafter apart"
-        )
+        raise ValueError(f"drafter={arguments.drafter!r} holds a {type(drafter).__name__}: it is no drafter apart")
     return drafter
 
 
@@ -204,22 +193,16 @@ def with_moved_backbone(settings: Settings) -> Settings:
     `model_name_or_path` may name that backbone, or the one that it was trained from, or nothing. Adapters are put on
     any backbone that is named, for a directory may have been moved.
     """
-    heads, named = settings.drafter.source, settings.model.model_name_or_path
+    heads, name = settings.drafter.source, settings.model.model_name_or_path
     trained = trained_backbone(heads) if heads else None
     if heads is None or trained is None:
         return settings
-    named = None if _is_same(named, trained) else named
-    backbone, adapters = str(trained), None
+    is_other, adapters = name is not None and not _is_same(name, trained), None
     if has_adapters(trained):
-        if named is not None and not _is_same(named, before := named_base(trained)):
-            warnings.warn(f"the adapters of {trained} were trained for {before}, and are put on {named}", stacklevel=2)
-        backbone, adapters = named or base_of(trained), str(trained)
-    elif named is not None and not _is_same(named, load_config(heads, "drafter").base_model_name_or_path):
-        raise ValueError(
-            f"model_name_or_path={named}: the backbone of {heads} learned with these heads; name {trained}, or leave "
-            "model_name_or_path out"
-        )
-    return replace(settings, model=replace(settings.model, model_name_or_path=backbone), adapters=adapters)
+        name, adapters = name if is_other else base_of(trained), str(trained)
+    elif not is_other or _is_same(name, load_config(heads, "drafter").base_model_name_or_path):
+        name = str(trained)
+    return replace(settings, model=replace(settings.model, model_name_or_path=name), adapters=adapters)
 
 
 def note_backbone(trainee: Trainee, requested: Settings, settings: Settings) -> None:
@@ -229,9 +212,8 @@ def note_backbone(trainee: Trainee, requested: Settings, settings: Settings) -> 
     is_frozen = settings.drafter.training_strategy().train == "drafter"
     if is_frozen and settings.adapters is not None:
         raise ValueError(
-            f"drafter={settings.drafter.drafter}: these heads learned with the adapters of "
-            f"{settings.adapters}, which heads alone would not save; set strategy: {{train: lora}}, or merge them into "
-            "the backbone, and name the merged one"
+            f"drafter={settings.drafter.drafter} learned with the adapters of {settings.adapters}, which heads alone "
+            "would not save: set strategy: {train: lora}, or merge them into the backbone"
         )
     # a backbone that learns is saved with the heads, and comes from the requested one
     name = (settings if is_frozen else requested).model.model_name_or_path
@@ -258,10 +240,7 @@ def draft_frequent_tokens(trainer: Trainer, trainee: Trainee, settings: Settings
         raise ValueError(f"draft_vocab_size={size}: a stream has no most frequent tokens, name them with draft_ids")
     batches = _Collated(rows, trainer.data_collator)
     scored = (batch["input_ids"][batch["labels"] != IGNORE].tolist() for batch in batches)
-    try:
-        ids = frequent_tokens(scored, size, trainee.tokenizer).tolist()
-    except ValueError as error:
-        raise ValueError(f"drafter_options: draft_vocab_{error}") from None
+    ids = frequent_tokens(scored, size, trainee.tokenizer).tolist()
     unused = sorted({*range(trainee.backbone.config.get_text_config().vocab_size)} - {*ids})
     options["draft_ids"] = ids + unused[: size - len(ids)]
     anew = type(trainee.model).from_backbone(trainee.backbone, **options).detach()
@@ -331,7 +310,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
         return settings
     directory, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
-    rows = load_data(settings, False, vocab_size)["train"]
+    rows = load_data(settings, False)["train"]
     if not isinstance(directory, str) or not isinstance(rows, Dataset):
         raise ValueError(f"regenerate={settings.drafter.regenerate} needs folder=, and all rows: no stream")
     column = settings.training.dataset_text_field

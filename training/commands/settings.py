@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -196,27 +194,19 @@ class Settings:
     adapters: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings of different configs that do not go together."""
-        model, drafter, name = self.model, self.drafter, self.data.dataset_name
-        learns = drafter.options("strategy").get("train", "drafter") != "drafter"
-        features, frozen = drafter.features, "a backbone that does not learn: set strategy: {train: drafter}"
-        server = drafter.options("features_engine")
-        alone = f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides then what learns; leave one out"
+        """Refuse settings of different configs of which one would be passed over in silence."""
+        drafter, name = self.drafter, self.data.dataset_name
+        learns = drafter.training_strategy().train != "drafter"
         lora = sorted(each for each in self.names if each.startswith("lora_"))
-        sizes = {"tokens_per_batch", "per_device_train_batch_size"}
         refuse(
             [
                 (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
-                (model.load_in_4bit and learns, f"load_in_4bit=True is for {frozen}"),
-                (model.load_in_8bit and learns, f"load_in_8bit=True is for {frozen}"),
-                (features and learns, f"features={features} holds states of {frozen}"),
-                (model.use_peft and drafter.strategy, alone),
-                (lora and not model.use_peft, f"{', '.join(lora)}: options of use_peft=True; set it, or strategy:"),
-                (sizes <= self.names, f"{' and '.join(sorted(sizes))}: two sizes of one batch; leave one of them out"),
+                (drafter.features and learns, f"features={drafter.features} holds states of a backbone that learns"),
                 (
-                    server and not (server.get("folder") and features),
-                    f"features_engine={server} needs folder and features",
+                    self.model.use_peft and drafter.strategy,
+                    f"strategy={drafter.strategy} beside use_peft=True, which alone decides what learns: leave one out",
                 ),
+                (lora and not self.model.use_peft, f"{', '.join(lora)}: options of use_peft=True, or of strategy"),
             ]
         )
 
@@ -234,34 +224,15 @@ class Settings:
 
 
 class _Parser(TrlParser):
-    """Reads what a file holds as flags are read, and reports an error in one line; lists our own settings first."""
-
-    def format_help(self) -> str:
-        """Return the help with the group of this library's settings first."""
-        self._action_groups.sort(key=lambda group: group.title != _GROUP)
-        return super().format_help()
+    """Reads numbers of a file as argparse reads words, and raises an error in place of the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Set defaults, with the types that the flags of these names have; return those that no flag has."""
-        hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
-        known = {entry.name for kind in self.dataclass_types for entry in fields(kind)} & kwargs.keys()
-        typed = {name: self._typed(name, kwargs[name], hints[name]) for name in known}
-        return super().set_defaults_with_config(**kwargs | typed)
-
-    def _typed(self, name: str, value: object, hint: object) -> object:
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        plain = {get_origin(kind) or kind for kind in kinds}
-        if value is None and type(None) not in plain:
-            self.error(f"argument --{name}: null is no value of it")
-        if isinstance(value, dict) and (nested := next(filter(is_dataclass, kinds), None)):
-            return filled(name, value, nested)
-        if value is None or (type(value) in plain - {str}) or (isinstance(value, bool) and str in plain):
-            return value  # of its type, or what only a file can hold
-        word = value if isinstance(value, str) else json.dumps(value)
-        return vars(self.parse_known_args([f"--{name}={word}"])[0])[name]
+        """Set defaults, and return those that no flag has."""
+        words = {name: str(value) if type(value) in (int, float) else value for name, value in kwargs.items()}
+        return super().set_defaults_with_config(**words)
 
 
 def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
@@ -276,25 +247,9 @@ def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
         raise ValueError(f"{section}: {error}") from None
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses keys that stand twice, of which YAML takes the last in silence; 1e-4 is a number, as in JSON."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node."""
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]!r} occurs twice in the mapping of line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
-)
-
-
 def _read_yaml(file: str) -> dict[str, Any]:
     try:
-        values = yaml.load(Path(file).read_bytes(), _Loader)
+        values = yaml.safe_load(Path(file).read_bytes())
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is no YAML: {error}") from error
     if not isinstance(values, dict):

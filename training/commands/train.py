@@ -1,29 +1,20 @@
-"""`tokenahead train`: from settings to a trained model in a run directory, with the facts, the settings and the log."""
+"""`tokenahead train`: from settings to a trained model in a run directory, with the facts, the settings and the log.
+
+`tokenahead regenerate` and `tokenahead features` prepare what a training reads, alone, with its settings.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    EarlyStoppingCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
@@ -31,11 +22,11 @@ from ... import __version__
 from ...generation.tensors.tensor_files import Fields
 from ...modeling.heads.joint import BACKBONE
 from ..acceptance_callback import AcceptanceCallback
-from ..checkpoints import best_or_last, fault_of, is_finished, last_whole_checkpoint
+from ..checkpoints import last_whole_checkpoint
 from ..loading import has_adapters, holds_model
 from ..parts import of_first
 from ..results import environment
-from ..trainer_base import BaseTrainer, check_kernels, without_peft
+from ..trainer_base import BaseTrainer, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import check_same, needs_extra, replace_file
 from .data import load_data
@@ -55,11 +46,10 @@ from .settings import Settings, read_settings
 
 with needs_extra("train", "tokenahead train"):
     import yaml
-    from jinja2 import TemplateError
     from trl.trainer.utils import get_peft_config
 
 RUN = "run.json"
-"""Versions, seeds, state of git, machine, facts of the model."""
+"""Versions, seeds, machine, facts of the model."""
 CONFIG = "config.yaml"
 """The settings that the user gave, in the file and by flags, to run them again."""
 METRICS = "metrics.json"
@@ -79,6 +69,35 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def write_answers(argv: Sequence[str]) -> int:
+    """Run `tokenahead regenerate`; return 0 when all rows are answered."""
+    settings, trainee = _begun("regenerate", argv)
+    with_own_text(settings, trainee)
+    leave_processes()
+    return 0
+
+
+def write_states(argv: Sequence[str]) -> int:
+    """Run `tokenahead features`; return 0 when the states of all rows are stored."""
+    settings, trainee = _begun("features", argv)
+    trainer = make_trainer(with_own_text(settings, trainee), trainee)
+    draft_frequent_tokens(trainer, trainee, settings)
+    store_features(trainer, settings)
+    leave_processes()
+    return 0
+
+
+def _begun(section: str, argv: Sequence[str]) -> tuple[Settings, Trainee]:
+    """Return settings, which have a section of that name, and the model."""
+    settings = read_settings(argv, section)
+    if getattr(settings.drafter, section) is None:
+        raise ValueError(f"{section} is missing: tokenahead {section} writes what this setting of a training names")
+    if settings.training.disable_tqdm:
+        logging.disable_progress_bar()
+    set_seed(settings.training.seed)
+    return settings, build(settings)
+
+
 def leave_processes() -> None:
     """End the process group of a command whose work is done.
 
@@ -92,71 +111,46 @@ def leave_processes() -> None:
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
     """Train with settings, write model, log and the facts of the run to `output_dir`, and return the trainer."""
+    requested, directory, training = settings, settings.output, settings.training
     check_output(settings)
-    set_seed(settings.training.seed)
-    with remove_empty_dir(settings.output):
-        return _train(settings, callbacks)
-
-
-def _train(requested: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer:
-    directory, training = requested.output, requested.training
+    set_seed(training.seed)
     # settings that need no data are checked before the backbone writes any
-    check_kernels(training)
-    acceptance, own = _callbacks(requested)
+    own = _callbacks(requested)
     settings = with_moved_backbone(requested)
     trainee = build(settings)
     note_backbone(trainee, requested, settings)
     resumed = of_first(lambda: checkpoint_to_resume(directory, training.resume_from_checkpoint))
     if resumed is None:
         check_nothing_is_lost(directory, requested)
-    writer = RunWriter(requested, facts_of(trainee, settings))
     settings = with_own_text(settings, trainee)
-    trainer = make_trainer(settings, trainee, [*own, *callbacks, writer])
-    acceptance.metric_names(trainer)  # acceptance alone would choose the worst backbone
+    trainer = make_trainer(settings, trainee, [*own, *callbacks])
     draft_frequent_tokens(trainer, trainee, settings)
-    pushes = training.push_to_hub
+    name, pushes = requested.data.dataset_name, training.push_to_hub
+    data_names = [each.path for each in requested.mixture.datasets] if name is None else [name]
     if pushes:  # a value that no card may show is refused before the first step
-        trainer.create_model_card(dataset=_data_names(requested))
+        trainer.create_model_card(dataset=data_names)
+    if trainer.is_world_process_zero():
+        write_facts(trainer, trainee, requested, settings)
     try:
-        if is_finished(resumed, training.max_steps):
-            _take_over(trainer, str(resumed))
-            writer.on_step_begin(training, trainer.state, trainer.control)
-        else:
-            store_features(trainer, settings)
-            trainer.train(resume_from_checkpoint=resumed)
+        store_features(trainer, settings)
+        trainer.train(resume_from_checkpoint=resumed)
         training.push_to_hub = False  # the push comes once, at the end
         is_cast = not (trainer.is_fsdp_enabled or settings.model.use_peft)  # adapters are saved in float32
         for part in learning_parts(trainee.model) if is_cast else []:
             part.to(trainee.backbone.dtype)
         trainer.save_model()
     finally:
-        progress = trainer.pop_callback(ProgressCallback)
-        if isinstance(progress, ProgressCallback) and progress.training_bar is not None:
-            progress.training_bar.close()  # so that an error gets a line of its own
         if trainer.is_world_process_zero() and trainer.state.log_history:
             replace_file(directory / METRICS, json.dumps(trainer.state.log_history, indent=1) + "\n")
     if pushes:
-        trainer.push_to_hub(dataset_name=_data_names(requested))
+        trainer.push_to_hub(dataset_name=data_names)
     return trainer
-
-
-def _data_names(requested: Settings) -> list[str]:
-    name = requested.data.dataset_name
-    return [each.path for each in requested.mixture.datasets] if name is None else [name]
-
-
-def _take_over(trainer: Trainer, checkpoint: str) -> None:
-    """Restore the end of a training: the machine may have failed between it and the saving of the model."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError(f"resume_from_checkpoint={checkpoint}: all steps of max_steps are done, raise max_steps")
-    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
-    trainer._load_from_checkpoint(best_or_last(checkpoint, trainer.args.load_best_model_at_end))
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> BaseTrainer:
     """Return the trainer of a run, with its data."""
     drafter, training = settings.drafter, settings.training
-    data = load_data(settings, training.eval_strategy != "no", trainee.backbone.config.get_text_config().vocab_size)
+    data = load_data(settings, training.eval_strategy != "no")
     options: Fields = {
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),
@@ -174,17 +168,11 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     else:
         trainer_class = MTPSFTTrainer
         options["strategy"] = None if settings.model.use_peft else drafter.training_strategy()
-    try:
-        return trainer_class(trainee.model, training, **options)
-    except (TypeError, KeyError, AttributeError, TemplateError) as error:  # of a row that TRL cannot prepare
-        raise ValueError(
-            f"dataset_name={settings.data.dataset_name}: could not be prepared: {error} (texts must be text, turns of "
-            "chats have a 'role' and a 'content')"
-        ) from error
+    return trainer_class(trainee.model, training, **options)
 
 
-def _callbacks(settings: Settings) -> tuple[AcceptanceCallback, list[TrainerCallback]]:
-    """Return what measures acceptance, and the callbacks of the run."""
+def _callbacks(settings: Settings) -> list[TrainerCallback]:
+    """Return the callbacks of the run."""
     chosen: list[TrainerCallback] = []
     drafter, patience = settings.drafter, settings.drafter.early_stopping_patience
     try:
@@ -193,63 +181,34 @@ def _callbacks(settings: Settings) -> tuple[AcceptanceCallback, list[TrainerCall
         raise ValueError(f"acceptance: {error}") from None
     if settings.training.eval_strategy != "no" and drafter.acceptance is not False:
         chosen.append(acceptance)
-    return acceptance, chosen if patience is None else [*chosen, EarlyStoppingCallback(patience)]
+    return chosen if patience is None else [*chosen, EarlyStoppingCallback(patience)]
 
 
-def facts_of(trainee: Trainee, settings: Settings) -> Fields:
-    """Return the facts of a model for `run.json`."""
-    model, head = trainee.model, without_peft(trainee.model).head_config
-    return {
-        "class": type(model).__name__,
-        "backbone": type(trainee.backbone).__name__,
-        "model_name_or_path": settings.model.model_name_or_path,
-        "adapters": settings.adapters,
-        "head_type": None if head is None else head.head_type,
-        "window": getattr(model, "window", None),
-        "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
-        "parameters": model.num_parameters(),
+def write_facts(trainer: Trainer, trainee: Trainee, requested: Settings, settings: Settings) -> None:
+    """Write `run.json`, and the settings that the user gave as `config.yaml`."""
+    model, args, head = trainee.model, trainer.args, without_peft(trainee.model).head_config
+    run = {
+        "versions": {"tokenahead": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
+        "seeds": {"seed": args.seed, "data_seed": args.data_seed},
+        "machine": environment() | {"device": str(args.device)},
+        "processes": args.world_size,
+        "model": {
+            "class": type(model).__name__,
+            "backbone": type(trainee.backbone).__name__,
+            "model_name_or_path": settings.model.model_name_or_path,
+            "adapters": settings.adapters,
+            "head_type": None if head is None else head.head_type,
+            "window": getattr(model, "window", None),
+            "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
+            "parameters": model.num_parameters(),
+        },
     }
+    text = json.dumps(run, indent=1, ensure_ascii=False, default=str)
+    replace_file(requested.output / RUN, text + "\n")
+    replace_file(requested.output / CONFIG, yaml.safe_dump(given(requested), sort_keys=False))
 
 
-class RunWriter(TrainerCallback):
-    """Writes `run.json` and `config.yaml` when the first step of a run begins, so that a refused run leaves nothing."""
-
-    def __init__(self, settings: Settings, facts: Fields) -> None:
-        self.settings, self.facts, self.is_written = settings, facts, False
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Write once, in the first process."""
-        if state.is_world_process_zero and not self.is_written:
-            run = {
-                "versions": {"tokenahead": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
-                "git": _git_state(),
-                "seeds": {"seed": args.seed, "data_seed": args.data_seed},
-                "machine": environment() | {"device": str(args.device)},
-                "processes": args.world_size,
-                "model": self.facts,
-            }
-            directory = self.settings.output
-            text = json.dumps(run, indent=1, ensure_ascii=False, default=str)
-            replace_file(directory / RUN, text + "\n")
-            replace_file(directory / CONFIG, yaml.safe_dump(_given(self.settings), sort_keys=False))
-        self.is_written = True
-
-
-def _git_state() -> dict[str, str | bool] | None:
-    """Return the commit of the working directory, and whether files differ from it; None where there is no git."""
-    outputs = []
-    for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=20)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        outputs.append(done.stdout.strip())
-    return {"commit": outputs[0], "is_changed": bool(outputs[1])}
-
-
-def _given(settings: Settings) -> Fields:
+def given(settings: Settings) -> Fields:
     """Return the settings that the user gave, as YAML can hold them, without access tokens and keys of servers."""
     values: Fields = {}
     for part in (settings.data, settings.mixture, settings.model, settings.drafter, settings.training):
@@ -263,18 +222,6 @@ def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_secrets(each) for name, each in value.items() if not _SECRET.fullmatch(name)}
     return [*map(_without_secrets, value)] if isinstance(value, list) else value
-
-
-@contextmanager
-def remove_empty_dir(directory: Path) -> Iterator[None]:
-    """Remove the directory that a trainer makes, where nothing is then written to it."""
-    existed = directory.exists()
-    try:
-        yield
-    finally:
-        if not existed:
-            with suppress(OSError):  # it is not empty, or was never made
-                directory.rmdir()
 
 
 def check_output(settings: Settings) -> None:
@@ -292,23 +239,19 @@ def check_nothing_is_lost(directory: Path, settings: Settings) -> None:
     if not (directory / CONFIG).is_file():
         raise ValueError(f"output_dir={directory} holds a model that no run wrote: choose another directory")
     earlier = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-    both = ({name: part[name] for name in {*part} - _OF_NO_CONSEQUENCE} for part in (earlier, _given(settings)))
+    both = ({name: part[name] for name in {*part} - _OF_NO_CONSEQUENCE} for part in (earlier, given(settings)))
     check_same(f"output_dir={directory}", *both)
 
 
 def checkpoint_to_resume(directory: Path, option: str | None) -> str | None:
-    """Return the checkpoint that a run continues from (`resume_from_checkpoint`)."""
-    if option is None or str(option).lower() in ("false", "none"):
-        if directory.is_dir() and (last := get_last_checkpoint(str(directory))):
-            raise ValueError(
-                f"output_dir={directory} holds {Path(last).name} of an earlier run: continue from it with "
-                "--resume_from_checkpoint true, or choose another directory"
-            )
-        return None
+    """Return the checkpoint that a run continues from; None: it begins anew, also where a kill left no whole one."""
     if str(option).lower() == "true":
         return last_whole_checkpoint(directory)
-    if not Path(option).is_dir():
-        raise FileNotFoundError(f"resume_from_checkpoint={option}: no such directory")
-    if fault := fault_of(Path(option)):
-        raise ValueError(f"resume_from_checkpoint={option}: {fault}; choose another checkpoint, or true for the last")
-    return option
+    if option is not None and str(option).lower() not in ("false", "none"):
+        return option
+    if directory.is_dir() and (last := get_last_checkpoint(str(directory))):
+        raise ValueError(
+            f"output_dir={directory} holds {Path(last).name} of an earlier run: continue from it with "
+            "--resume_from_checkpoint true, or choose another directory"
+        )
+    return None

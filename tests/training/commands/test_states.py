@@ -1,7 +1,5 @@
 """`features_engine` of a run: its states come from a vLLM server, here a stand-in."""
 
-import pytest
-
 from tests.training.test_states import serving
 from tokenahead import MTPHeads
 from tokenahead.training.commands.models import build
@@ -18,16 +16,3 @@ def test_states_of_a_server_are_stored_and_learned_from(tmp_path, settings_of):
         settings.drafter.features_engine = {"url": endpoint.url, "folder": str(tmp_path / "files")}
         train(settings)
     assert len(FeatureDataset(tmp_path / "states")) and not list((tmp_path / "files").glob("*.safetensors"))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"features_engine": "http://127.0.0.1:1/v1"},
-        {"features_engine": "http://127.0.0.1:1/v1", "features": "states"},
-        {"features_engine": {"url": "http://127.0.0.1:1/v1", "folder": "files"}},
-    ],
-)
-def test_a_server_without_directories_is_refused(given, settings_of):
-    with pytest.raises(ValueError, match="features_engine="):
-        settings_of(**HEADS, **given)

@@ -16,7 +16,7 @@ from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead import cli as cli_module
 from tokenahead.model_cards import MeasuredResults
 from tokenahead.training.box import BoxDamagedError
-from tokenahead.training.demo import MARK, Measurement, box_model, check_output, named_model, run_demo
+from tokenahead.training.demo import Measurement, box_model, named_model, run_demo
 from tokenahead.training.evaluation.summary import Completion, completions_of
 
 FEW = {"seconds": 0.1, "new_tokens": 20}
@@ -38,8 +38,7 @@ def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -
     assert torch.get_num_threads() == threads
     assert MeasuredResults.from_json(tmp_path / "out" / "results.json") == measured
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"bench.png", "demo.json", "results.json", "frontier.png"}
-    check_output(tmp_path / "out", overwrite=False)  # one's own may be replaced
+    assert names == {"bench.png", "results.json", "frontier.png"}
 
 
 @pytest.mark.core
@@ -76,20 +75,6 @@ def test_a_damaged_file_is_named_before_anything_is_measured(box: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.core
-def test_someone_elses_directory_is_refused_unless_told_otherwise(tmp_path: Path) -> None:
-    check_output(tmp_path / "new" / "deep", overwrite=False)
-    check_output(tmp_path / "new" / "deep", overwrite=False)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="--overwrite"):
-        check_output(tmp_path, overwrite=False)
-    check_output(tmp_path, overwrite=True)
-    (tmp_path / MARK).write_text("{}")
-    check_output(tmp_path, overwrite=False)
-    with pytest.raises(FileExistsError, match=r"notes\.txt"):
-        check_output(tmp_path / "notes.txt", overwrite=True)
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Directories of a model with a chat template, and of heads for it."""
@@ -116,7 +101,7 @@ def test_ones_own_model_is_shown_with_its_drafter(llama: tuple[str, str], tmp_pa
     for each in (*words, "lighthouse keeper", f"--model {model} --drafter heads:{heads}", "1 prompt,"):
         assert each in shown, each
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"bench.png", "demo.json", "results.json", "frontier.png"}
+    assert names == {"bench.png", "results.json", "frontier.png"}
     assert [(row.method, row.identical) for row in measured.results if row.decoding == "greedy"] == [
         ("plain", None),
         ("plain, again", True),
@@ -187,25 +172,3 @@ def test_the_first_text_that_does_not_repeat_itself_is_shown() -> None:
     _, bench = measurement.measure(subject)
     assert not next(completions_of(bench, "ff", subject.modes[0])).loops
     assert Completion("", [1, 2] * 40, []).loops and not Completion("", list(range(80)), []).loops
-
-
-def test_a_drafter_that_does_not_fit_is_named(llama: tuple[str, str]) -> None:
-    for drafter, words in {
-        "heads:nowhere": "--drafter nowhere: no such directory",
-        "own": "--drafter own: a LlamaForCausalLM does not draft",
-        "transformers:prompt_lookup": "cannot be watched",
-        "plain": "cannot be watched",
-    }.items():
-        with pytest.raises((ValueError, OSError), match=words):
-            named_model(llama[0], drafter)
-
-
-def test_what_fails_everywhere_says_why(llama: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = named_model(llama[0])
-
-    def fails(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(type(subject.methods[0].model), "generate", fails)
-    with pytest.raises(ValueError, match="no such kernel"):
-        Measurement(**FEW).measure(subject)

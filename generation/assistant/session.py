@@ -168,17 +168,16 @@ def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, sha
         ValueError: No common ids, or more than there are.
     """
     own, theirs = (model.config.get_text_config().vocab_size for model in (assistant, backbone))
-    if shared is None:
-        shared = own
-        if own != theirs:
-            shared = _of_tokenizers(assistant, backbone)
-    if not 1 <= shared <= min(own, theirs):
+    count: int = own if shared is None and own == theirs else shared or 0
+    if shared is None and own != theirs:
+        count = _of_tokenizers(assistant, backbone)
+    if not 1 <= count <= min(own, theirs):
         sizes = f"{type(assistant).__name__} has {own} ids, and {type(backbone).__name__} {theirs}"
         raise ValueError(
-            f"vocab_size={shared!r} must be from 1 to {min(own, theirs)}: {sizes}. Set it to len(tokenizer) where both "
+            f"vocab_size={count!r} must be from 1 to {min(own, theirs)}: {sizes}. Set it to len(tokenizer) where both "
             "share one; tokenizer= and assistant_tokenizer= let an assistant with another one draft"
         )
-    return SharedVocabulary(own, theirs, shared)
+    return SharedVocabulary(own, theirs, count)
 
 
 def _of_tokenizers(*both: PreTrainedModel) -> int:

@@ -168,22 +168,23 @@ def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, sha
         ValueError: No common ids, or more than there are.
     """
     own, theirs = (model.config.get_text_config().vocab_size for model in (assistant, backbone))
-    if shared is None:
-        shared = own if own == theirs else _of_tokenizers(assistant, backbone)
-    if not 1 <= shared <= min(own, theirs):
+    count: int = own if shared is None and own == theirs else shared or 0
+    if shared is None and own != theirs:
+        count = _of_tokenizers(assistant, backbone)
+    if not 1 <= count <= min(own, theirs):
         sizes = f"{type(assistant).__name__} has {own} ids, and {type(backbone).__name__} {theirs}"
         raise ValueError(
-            f"vocab_size={shared!r} must be from 1 to {min(own, theirs)}: {sizes}. Set it to len(tokenizer) where both "
+            f"vocab_size={count!r} must be from 1 to {min(own, theirs)}: {sizes}. Set it to len(tokenizer) where both "
             "share one; tokenizer= and assistant_tokenizer= let an assistant with another one draft"
         )
-    return SharedVocabulary(own, theirs, shared)
+    return SharedVocabulary(own, theirs, count)
 
 
 def _of_tokenizers(*both: PreTrainedModel) -> int:
     """Return how many ids the tokenizers of two models share, where one knows all tokens of the other; else 0."""
     fewer, more = sorted((_tokens(model) for model in both), key=len)
-    is_part = fewer and all(more.get(token) == index for token, index in fewer.items())
-    return max(fewer.values()) + 1 if is_part else 0
+    is_part = all(more.get(token) == index for token, index in fewer.items())
+    return max(fewer.values()) + 1 if fewer and is_part else 0
 
 
 def _tokens(model: PreTrainedModel) -> dict[str, int]:

@@ -196,7 +196,6 @@ class DraftOptions(CallOptions):
         processors: The target's logits processors; `processing` applies them.
         max_length: Tokens of the longest sequence, prompt included.
         prompt: [B, L] int64.
-        sampling: The target's `temperature`, `top_k` and `top_p`.
         pad: Id that `generate` writes after a sequence's end.
         cache: The `cache_implementation` of the call.
         ends: Ids that end a sequence.
@@ -209,7 +208,6 @@ class DraftOptions(CallOptions):
     processors: LogitsProcessorList
     max_length: int
     prompt: Tensor
-    sampling: dict[str, float | None]
     pad: int = 0
     cache: str | None = None
     ends: frozenset[int] = frozenset()
@@ -233,7 +231,6 @@ class DraftOptions(CallOptions):
             processors=processors,
             max_length=config.max_length,
             prompt=prompt,
-            sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
             pad=0 if pad is None else int(pad),
             cache=config.cache_implementation,
             ends=frozenset(end if isinstance(end, (list, tuple)) else () if end is None else (end,)),

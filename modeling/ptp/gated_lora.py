@@ -23,7 +23,7 @@ ADAPTER = "default"
 """Name of the adapter, as in peft's parameter names."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gate:
     """Which positions of one forward are auxiliary: those from `start` on, of `length` in all.
 
@@ -93,7 +93,7 @@ class PackedMixin(nn.Module):
     division: LayerDivision | None = None
     _packed: tuple[tuple, list[Tensor], Tensor, Tensor] | None = None
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_packed": None}
 
     def train(self, mode: bool = True) -> Any:
@@ -134,7 +134,7 @@ def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:
         # on processors, narrow products of this size take longer than wide ones
         is_slow = result.device.type == "cpu" and result.dtype in (torch.bfloat16, torch.float16)
         if (packed := layer.packed(torch.float32 if is_slow else result.dtype)) is not None:
-            _add(layer, *packed, x, base[:, start:])
+            _add(layer, packed, x, base[:, start:])
             return result
     # the halves are called, not read: weights that are offloaded arrive with the call of their own layer
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
@@ -144,8 +144,9 @@ def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:
     return (added if start == 0 else torch.cat([base[:, :start], added], dim=1)).view(result.shape)
 
 
-def _add(layer: Any, down: Tensor, up: Tensor, x: Tensor, rows: Tensor) -> None:
+def _add(layer: Any, packed: tuple[Tensor, Tensor], x: Tensor, rows: Tensor) -> None:
     """Add s B A x, of x [B, A, in], to rows [B, A, out] in place, in few kernels."""
+    down, up = packed
     low = nn.functional.linear(x.to(down.dtype), down)  # [B, A, r]
     if layer.division is not None and layer.division.of_inputs:
         low = layer.division.summed(low)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.ptp_models import backbone, ids, student
+from tests.ptp_models import VOCABULARY, backbone, student
 from tokenahead import PTPForCausalLM
 from tokenahead.experimental import InverseTrainer
 from tokenahead.generation.tensors.sampling import pick
@@ -21,7 +21,7 @@ def trainer(model, tmp_path, steps, **options) -> InverseTrainer:
 
 
 def rows() -> list[dict]:
-    return [{"input_ids": row[: 12 - index % 4]} for index, row in enumerate(ids(16, 12))]
+    return [{"input_ids": (torch.arange(12 - index % 4) + index) % VOCABULARY} for index in range(16)]
 
 
 def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
@@ -31,11 +31,8 @@ def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
         found = own._task(model, own.data_collator(rows()), True)
         u, reached, completions = found.u, found.reached, found.completions
         # one forward confirms what was found step by step
-        distribution = (
-            found.packed.slots(found.inputs, lambda hidden, head: head(hidden))
-            .softmax(-1)
-            .unflatten(1, u[..., 1:].shape[1:])
-        )
+        logits = found.packed.slots(found.inputs, lambda hidden, head: head(hidden))
+        distribution = logits.softmax(-1).unflatten(1, u[..., 1:].shape[1:])
         first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)

@@ -72,6 +72,7 @@ def test_packed_documents_padding_and_prompts_have_no_targets_of_others():
                 assert int(own[row, 9 + place]) == int(positions[row, start - 1]) + offset - 1
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @torch.no_grad()
 def test_tokens_do_not_depend_on_registers_nor_registers_on_each_other(name):

@@ -38,7 +38,7 @@ TARGET, DRAFTER = rows(0), rows(1)
 
 def options_of(processors=(), **changes):
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V))
-    values = dict(speculates=True, do_sample=True, num_assistant_tokens=LENGTH, max_length=20, sampling={})
+    values = dict(speculates=True, do_sample=True, num_assistant_tokens=LENGTH, max_length=20)
     values |= dict(prompt=torch.tensor([PROMPT]))
     return DraftOptions(
         backbone=SimpleNamespace(config=config), processors=LogitsProcessorList(processors), **values | changes

@@ -44,10 +44,10 @@ def best_of(model: PTPForCausalLM, many: int) -> BestOfForCausalLM:
     """
     if many < 1 or not model.config.reads_uniforms:
         raise ValueError(f"many={many} must be at least 1, and slots of variant={model.config.variant!r} read uniforms")
-    chosen = copy.copy(model)
+    chosen = cast(BestOfForCausalLM, copy.copy(model))
     chosen.__class__ = BestOfForCausalLM
     chosen.many = many
-    return cast(BestOfForCausalLM, chosen)
+    return chosen
 
 
 class BestOfForCausalLM(PTPForCausalLM):

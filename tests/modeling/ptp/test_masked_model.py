@@ -19,6 +19,7 @@ def masked(base=None, **options):
     return student("mask", (backbone() if base is None else base).double(), **options).eval()
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @torch.no_grad()
 def test_tokens_are_the_backbones_bit_for_bit_beside_masks(name):
@@ -127,6 +128,7 @@ def test_masks_and_their_head_train_in_float32_beside_a_backbone_of_bfloat16(tmp
     assert all(p.requires_grad for part in (model.sampler, model.mask_embedding) for p in part.parameters())
 
 
+@pytest.mark.by_day("mask")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 def test_what_stays_in_float32_exists(variant):
     model = student(variant)

@@ -127,6 +127,7 @@ def test_rows_that_see_nothing_stay_finite():
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.by_day("scalar")
 @pytest.mark.parametrize("features", ["bits", "arithmetic", "scalar"])
 def test_only_the_student_learns(features):
     model = student(features=features, projection="mlp" if features == "scalar" else "linear")

@@ -34,6 +34,7 @@ def test_masks_adapters_and_sampler_learn_and_nothing_else(loss, sampler, tmp_pa
         assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("learns_backbone", [False, True])
 def test_the_loss_is_that_of_a_forward_by_hand(learns_backbone, tmp_path):
     """Every completion alone: its prefix, then masks; the rows that it is compared with read the true tokens."""

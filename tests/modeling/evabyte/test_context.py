@@ -57,6 +57,7 @@ def test_a_circuit_takes_over_the_tables_of_ff_heads():
     torch.testing.assert_close(got, wanted.conditional_log_probs(text), atol=1e-4, rtol=0)
 
 
+@pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("kind", ["ff", "hmm"])
 def test_tables_are_added_to_a_trained_head(kind):
     model = EvaByteForMTPC.from_pretrained(TRAINED).eval()

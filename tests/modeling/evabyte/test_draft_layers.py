@@ -52,6 +52,7 @@ def test_zero_adapters_are_the_drafter_without_layers(head, k):
     assert (model(**given, labels=labels).loss - want.loss).abs() > 1e-3
 
 
+@pytest.mark.by_day("ff")
 @pytest.mark.parametrize("head", HEADS)
 def test_drafts_are_exact_across_borders_of_windows(head):
     model = shaken(drafter(head))
@@ -123,6 +124,7 @@ def test_only_adapters_and_heads_learn_and_folders_bring_them_back(tmp_path):
 
 
 @pytest.mark.core_cases("ff")
+@pytest.mark.by_day("cp")
 @pytest.mark.parametrize("head", HEADS)
 def test_layers_come_below_stored_heads(head, tmp_path):
     plain = drafter(head, 0)

@@ -58,6 +58,7 @@ def test_every_path_equals_the_chain_of_its_tokens_and_any_path_is_kept(lengths,
 
 
 @pytest.mark.core
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_trees_at_every_offset_in_a_window(batch):
     for length in range(1, 19):

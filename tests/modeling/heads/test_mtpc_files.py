@@ -276,7 +276,7 @@ def test_damaged_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="from_official"):
         MTPHeads.from_pretrained(folder)
     (folder / "config.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"config\.yaml is damaged"):
+    with pytest.raises(ValueError, match=r"config\.yaml"):
         MTPHeads.from_official(folder)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings("hmm")))
     torch.save({"model_state_dict": {"a": 1}}, folder / "model@3.pt")

@@ -60,6 +60,7 @@ def test_distributions_losses_and_gradients_are_the_authors(name):
         torch.testing.assert_close(taught[1:], gold["teacher_losses"][1:], atol=1e-3, rtol=0)
 
 
+@pytest.mark.by_day("hydra_mlp")
 @pytest.mark.parametrize("name", ["hydra_mlp", "gloeckle"])
 def test_greedy_decoding_accepts_what_the_authors_loop_accepts(name):
     base, heads, gold = golden(name)

@@ -85,11 +85,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
 
     @property
     def confidence_threshold(self) -> float | None:
-        """Chains end before the first token whose estimated acceptance is smaller; None: they never do.
-
-        Raises:
-            ValueError: Set to a number outside [0, 1], or without a confidence head.
-        """
+        """Chains end before the first token whose estimated acceptance is smaller, in [0, 1]; None: they never do."""
         return self.config.confidence_threshold
 
     @confidence_threshold.setter

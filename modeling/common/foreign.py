@@ -87,23 +87,15 @@ class ForeignLayoutsMixin(DraftModel):
     def read_foreign(
         cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
     ) -> Stored:
-        """Return what a directory or repository in another layout holds.
+        """Return what a directory or repository in another layout holds, by its config.json (`raw`) and its tensors.
 
-        Args:
-            name: Of the directory or repository.
-            raw: Its config.json, and that of `hf_quant_config.json` as a field `hf_quant_config`.
-            hub: `revision`, `token`, ...
-            fields: Fields of the configuration that replace the checkpoint's, where they are not None.
-            ignored: Fields of the config.json that are passed over, see `refuse_unread`.
+        `fields` replace the checkpoint's, where they are not None; `ignored` fields are passed over; `hub` has
+        `revision`, `token`, ...
         """
         raise NotImplementedError
 
     def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
-        """Return config.json and tensors of a checkpoint in another layout; `state` holds the drafter's tensors.
-
-        Raises:
-            ValueError: An option of this drafter that the layout cannot hold.
-        """
+        """Return config.json and tensors of a checkpoint in another layout, from all tensors of the drafter."""
         raise NotImplementedError
 
     def export(self, folder: str | PathLike, layout: str) -> None:
@@ -131,7 +123,7 @@ class ForeignLayoutsMixin(DraftModel):
 
     @classmethod
     def load_stored(cls, name: str | PathLike, fields: Fields, kwargs: Kwargs) -> Any:
-        """Return the drafter in a directory or repository; `fields` as for `read_foreign`."""
+        """Return the drafter in a directory or repository; `kwargs` are those of `from_pretrained`."""
         wants_info, ignored = kwargs.pop("output_loading_info", False), kwargs.pop("ignore_fields", None) or ()
         config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs, ignored)
         if state is not None:

@@ -285,8 +285,8 @@ def block_terms(
 def block_slopes(log_q: Tensor, *given: Any) -> Tensor:
     """Return the terms of `block_terms`, their slopes in `log_q` [B, L, m], and m_k, [B, L, m, 3], without gradients.
 
-    A term depends on all depths before its own, whose logits exist one chunk at a time. So log q of the targets is
-    computed first, without gradients, and the loss is then linear in it.
+    A term depends on all depths before its own, whose logits exist one chunk at a time: with log q of the targets
+    known, the loss is linear in it.
     """
     with torch.enable_grad():
         log_q = log_q.detach().requires_grad_()

@@ -283,8 +283,8 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
                 _attach_parts(layer, self.get_decoder(), text, family)
                 if family.rotates:
                     rotate_all(layer)
-                if family.scales_nothing:
-                    scale_nothing(layer)
+                if family.scales_nothing:  # as transformers' class does with a window
+                    vars(layer.get_submodule("self_attn"))["is_sliding"] = True
             if family.shares_norm and family.norm_before_head:
                 for layer in layers[len(layers) - count : -1]:
                     del layer.shared_head
@@ -343,11 +343,6 @@ def rotate_all(layer: nn.Module) -> None:
     attention: Any = layer.get_submodule("self_attn")
     if not attention.is_sliding:
         attention.sliding_window = None
-
-
-def scale_nothing(layer: nn.Module) -> None:
-    """Let attention leave out its scaling by the number of columns, as transformers' class does with a window."""
-    vars(layer.get_submodule("self_attn"))["is_sliding"] = True
 
 
 def fresh_norm(norm: nn.Module) -> nn.Module:

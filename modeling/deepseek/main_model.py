@@ -83,19 +83,6 @@ def _inputs_of(module: nn.Module) -> Iterator[Kwargs]:
         hook.remove()
 
 
-def with_state(states: Any, output: MainOutput) -> Any:
-    """Return hidden states by layer whose last is h^0."""
-    if states is None or states[-1] is None or output.state is output.outputs.last_hidden_state:
-        return states
-    return (*states[:-1], output.state)
-
-
 def has_towers(config: PreTrainedConfig) -> bool:
     """Return whether a model has towers of other modalities."""
     return config.get_text_config() is not config
-
-
-def prompt_parts(config: PreTrainedConfig, output: MainOutput) -> Kwargs:
-    """Return what modules cannot compute from ids alone: embeddings and positions of inputs with images."""
-    parts = {"inputs_embeds": output.inputs_embeds, "position_ids": output.position_ids}
-    return parts if has_towers(config) else {}

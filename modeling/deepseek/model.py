@@ -50,7 +50,7 @@ from .conversion import (
     own_device_map,
 )
 from .losses import chain_loss, depth_weights, router_loss, teacher_forced
-from .main_model import MainOutput, has_towers, mapped_state, prompt_parts, run_main, with_state
+from .main_model import MainOutput, has_towers, mapped_state, run_main
 from .modules import LMHeadView, MTPModules
 from .session import ModuleSession
 
@@ -522,13 +522,18 @@ class DeepSeekMTP(
             mtp_logits = tuple(self.readout_of(k)(chain[k]) for k in range(1, self.num_modules + 1))
         if logits_to_keep is not None or not (has_labels and self.training):
             logits = self.readout(selected_positions(hidden, logits_to_keep or 0))  # [B, K, V]
+        states, parts = outputs.hidden_states, {}
+        if states is not None and states[-1] is not None and main_output.state is not hidden:  # the last is h^0
+            states = (*states[:-1], main_output.state)
+        if use_cache and has_towers(self.config):  # what modules cannot compute from ids alone
+            parts = {"inputs_embeds": main_output.inputs_embeds, "position_ids": position_ids}
         return DeepSeekMTPOutput(
             logits=logits,
-            hidden_states=with_state(outputs.hidden_states, main_output),
+            hidden_states=states,
             attentions=outputs.attentions,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
-            **(prompt_parts(self.config, main_output) if use_cache else {}),
+            **parts,
             **(shown | {"loss": loss, CACHE: cache_of(outputs)}),
         )
 

@@ -384,16 +384,20 @@ _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> Fields:
     """Return the fields of config.json in a layout, for tensors of `dtype`."""
-    values = config.to_dict()
+    values, rope = config.to_dict(), dict(cast(Fields, config.rope_parameters))
+    theta, kind = rope.pop("rope_theta"), rope["rope_type"]
     options = {name: values[name] for name in _OPTIONS_OF_3}
-    values = {name: values[name] for name in _LLAMA_FIELDS} | _rope_fields(config)
-    values |= {"tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch.")}
-    if loss := config.loss_options.changed():
-        values["loss_options"] = loss
+    values = {name: values[name] for name in _LLAMA_FIELDS} | {"rope_theta": theta, "tie_word_embeddings": False}
+    if kind != "default":  # flat fields, which every reader supports; old ones call `rope_type` `type`
+        values["rope_scaling"] = rope | {"type": kind}
+    loss = {"loss_options": changed} if (changed := config.loss_options.changed()) else {}
     if layout == "speculators":
-        return _speculators_config(config, values) | options
-    values |= {"architectures": [_ARCHITECTURES.get((config.version, layout), "LlamaForCausalLM")]}
-    values |= {"model_type": "llama"}
+        layer = values | {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
+        ids = {} if config.aux_layers is None else {AUX_IDS: config.aux_layers}
+        fields = speculators_fields(config, "eagle3", "Eagle3DraftModel", layer, 5)
+        return fields | {"embed_requires_grad": False} | ids | loss | options
+    name = _ARCHITECTURES.get((config.version, layout), "LlamaForCausalLM")
+    values |= loss | {"torch_dtype": str(dtype).removeprefix("torch."), "architectures": [name], "model_type": "llama"}
     if config.version == 1:
         return values | {"bias": config.fc_bias or layout == "sglang", "qkv_bias": config.attention_bias}
     values |= {"draft_vocab_size": config.draft_vocab_size} | options
@@ -410,23 +414,6 @@ def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> F
     if config.norm_before_fc:
         nested["norm_before_fc"] = True
     return values | {"eagle_config": nested}
-
-
-def _rope_fields(config: EagleHeadConfig) -> Fields:
-    """Return flat fields, which every reader supports; old ones call `rope_type` `type`."""
-    rope = dict(cast(Fields, config.rope_parameters))
-    theta, kind = rope.pop("rope_theta"), rope["rope_type"]
-    return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": rope | {"type": kind}})
-
-
-def _speculators_config(config: EagleHeadConfig, layer: Fields) -> Fields:
-    layer = {key: value for key, value in layer.items() if key not in ("loss_options", "torch_dtype")}
-    layer |= {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
-    values = speculators_fields(config, "eagle3", "Eagle3DraftModel", layer, 5) | {"embed_requires_grad": False}
-    if config.aux_layers is not None:
-        values[AUX_IDS] = config.aux_layers
-    loss = config.loss_options.changed()
-    return values | ({"loss_options": loss} if loss else {})
 
 
 def layout_tensors(

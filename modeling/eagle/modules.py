@@ -87,7 +87,7 @@ class EagleNetwork(DraftModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
         first = FusingLayer(config) if config.version == 3 else EagleLayer(config, 0)
         if config.version == 1:  # it reads fc [e(x_{t+1}); f_t] without a norm
-            first.input_layernorm = nn.Identity()
+            untyped(first).input_layernorm = nn.Identity()
         later = (EagleLayer(config, index) for index in range(1, config.num_hidden_layers))
         self.layers = nn.ModuleList([first, *later])
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...generation.tensors.shared_models import LayerDivision
-from .gated_lora import ADAPTER, PackedMixin, current_gate, with_adapter
+from .gated_lora import ADAPTER, PackedMixin, current_gate, join_siblings, with_adapter
 
 
 class GatedLinear(PackedMixin, Linear):
@@ -43,3 +43,4 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
         if isinstance(layer, GatedLinear):
             dtype = torch.promote_types(layer.weight.dtype, torch.float32)
             layer.lora_A.to(dtype), layer.lora_B.to(dtype)
+    join_siblings(model)

@@ -28,7 +28,7 @@ from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .conversion import write_run
-from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, opened, with_adapter
+from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter
 from .generation import ParallelDrafter
 from .inputs import SLOT_PARTS, has_slots, slot_parts
 from .model import PTPForCausalLM, dense_mask
@@ -267,6 +267,7 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
         parent.add_module(leaf, LayerAdapter(layer, _Up))
+    join_siblings(root)
     return root
 
 

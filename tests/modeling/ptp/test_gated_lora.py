@@ -113,9 +113,9 @@ def test_decoding_packs_adapters_in_the_dtype_of_the_layer_until_a_weight_change
     model, x = two_layers().double(), torch.randn(3, 5, 6, dtype=torch.float64)
     with torch.no_grad():
         first = opened(model, x, 2, 5)
-        kept = model[0]._packed
+        kept = model[0].siblings._packed
         torch.testing.assert_close(opened(model, x, 2, 5), first)
-        assert model[0]._packed is kept and kept[2].dtype == torch.float64
+        assert model[0].siblings._packed is kept and kept[2].dtype == torch.float64
         model[0].lora_A[ADAPTER].weight.mul_(2)
         torch.testing.assert_close(opened(model, x, 2, 5)[2, 4], by_hand(model[1], by_hand(model[0], x[2, 4])))
-    assert model[0]._packed is not kept and copy.deepcopy(model)[0]._packed is None
+    assert model[0].siblings._packed is not kept and copy.deepcopy(model)[0].siblings._packed is None

@@ -21,8 +21,8 @@ NAMES = ROOT / "configuration" / "transformers_names.py"
 HEAD = """# Versions of transformers
 
 `make compatibility` runs the core tests with each version, in an environment of its own; this table is what it wrote.
-There is no upper pin: a version that lacks a private name that we use says so when `tokenahead` is imported, with both
-versions (`configuration/transformers_names.py`), and a newer version than those in the table is named once.
+There is no upper pin: a newer version than those in the table is named once (`configuration/transformers_names.py`),
+and tests list the private names that we use (`tests/test_private_apis.py`).
 `setup.cfg` asks for the oldest version on which all of them pass: older ones cost nothing but their row. Tests are
 skipped where transformers refuses the installed peft: 5.24 asks for peft 0.22 in `add_adapter`, and there is no such
 release yet. What needs it (`train="lora"`) says so by name, and `peft.get_peft_model` works.

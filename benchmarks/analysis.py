@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from tokenahead.configuration.cache_names import CACHE
-from tokenahead.configuration.fields import requested_states
+from tokenahead.generation.contract import requested_states
 from tokenahead.modeling import EvaByteForMTPC
 from tokenahead.modeling.common.backbone_parts import BackboneParts
 

@@ -26,8 +26,8 @@ from measuring import llama, show
 from torch import nn
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeadConfig
+from tokenahead.modeling.heads.family import build_head, init_head
 from tokenahead.modeling.heads.losses import head_loss
-from tokenahead.modeling.heads.registry import build_head, init_head
 
 # read by the C library when the measuring processes start
 os.environ |= {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}

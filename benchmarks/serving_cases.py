@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.generation.tensors.wrapped_models import untyped
-from tokenahead.model_cards.drafter_folders import overrides
-from tokenahead.model_cards.export import export
+from tokenahead.model_cards.export import export, overrides
 
 LENGTHS = (2, 5, 9, 17, 33, 64)
 NEW_TOKENS, WINDOW = 48, 4

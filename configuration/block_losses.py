@@ -15,29 +15,18 @@ likeliest one, the sum of |p - q|; and of heads: the confidence's, and the selec
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecipe:
-    """How a library trains block drafters.
+    """How a library trains block drafters."""
 
-    Attributes:
-        terms: Weights of terms by method.
-        names: Its names of terms.
-        anchors: Where blocks may begin: `"next"`, where the token and the one after it are targets; `"inside"`, where
-            the token is a target, but for the last S tokens.
-        places: Which places count: those whose token is a target (`"own"`); of these, those with none before them that
-            do not count (`"whole"`); those at whose row's position a target stands (`"rows"`).
-        is_restricted: The backbone's distribution is that of drafted tokens alone.
-        normaliser: What terms are divided by: the weights of places that count (`"weights"`), or their number.
-        dpace: The same of weights by D-PACE: `"batch"`, the number of sequences, or the number of places.
-        within: Blocks end with their document.
-    """
-
-    terms: dict[str, dict[str, float]] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    terms: dict[str, dict[str, float]] = field(default_factory=dict)  # their weights by method
+    names: dict[str, str] = field(default_factory=dict)  # its names of terms
     anchors: str = "next"
+    """Where blocks begin: it and the next token are targets; `"inside"`: it is one, but for the last S."""
     places: str = "own"
-    is_restricted: bool = False
-    normaliser: str = "weights"
-    dpace: str = "places"
-    within: bool = True
+    """Places that count: whose token is a target; of these those before any other (`"whole"`); or by `"rows"`."""
+    is_restricted: bool = False  # the backbone's distribution is that of drafted tokens alone
+    normaliser: str = "weights"  # terms are divided by the weights of places that count, or by their number
+    dpace: str = "places"  # the same of weights by D-PACE, or by the number of sequences (`"batch"`)
+    within: bool = True  # blocks end with their document
 
 
 _LABELS = {"labels": 1.0}

@@ -27,25 +27,14 @@ def cache_of(outputs: Any) -> Any:
 
 
 def given_cache(cache: Given | None, past_key_values: Given | None) -> Given | None:
-    """Return the cache that a forward with both names got.
-
-    Raises:
-        ValueError: Two different ones.
-    """
+    """Return the cache that a forward with both names got; refuse two different ones."""
     if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError(
-            "cache and past_key_values are two names of one argument; pass one of them (prefix tuning of peft before "
-            "0.22 passes both on transformers 5.24)"
-        )
+        raise ValueError("cache and past_key_values are two names of one argument; pass one of them")
     return past_key_values if cache is None else cache
 
 
 def renamed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with the cache under the installed name, whichever the user wrote.
-
-    Raises:
-        ValueError: Two different caches.
-    """
+    """Return keyword arguments with the cache under the installed name, whichever the user wrote."""
     others = {name: value for name, value in kwargs.items() if name not in NAMES}
     if len(others) == len(kwargs):
         return others

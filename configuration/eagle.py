@@ -108,39 +108,19 @@ class EagleHeadConfig(LlamaConfig):
         sizes: dict[str, str] = dict.fromkeys(("num_hidden_layers", "draft_length"), "[1, inf)")
         check_values(self, {"version": (1, 3), "layout": LAYOUTS}, sizes)
         self.loss_options.resolved(self.version)
-        heads, shared = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        drafted, head_dim = self.draft_vocab_size or 0, self.head_dim or self.hidden_size // heads
-        of_aux = {"norm_before_fc": self.norm_before_fc, "fc_norm": self.fc_norm}
-        of_3 = of_aux | {"norm_before_residual": self.norm_before_residual, "norm_output": self.norm_output}
-        only_aux, only_3 = ([name for name, used in options.items() if used] for options in (of_aux, of_3))
-        same_width = self.target_hidden_size == self.hidden_size
+        first, drafted, mask = self.version == 1, self.draft_vocab_size or 0, self.mask_token_id
+        of_aux = ("norm_before_fc", "fc_norm")
+        used = {name for name in (*of_aux, "norm_before_residual", "norm_output") if getattr(self, name)}
+        only_aux = used.intersection(of_aux)
         refusals = [
-            (heads % shared != 0, f"num_attention_heads={heads} must be a multiple of num_key_value_heads={shared}"),
-            (head_dim % 2 != 0, f"head_dim={head_dim} must be even"),
+            (not 1 <= drafted <= self.vocab_size, f"draft_vocab_size={drafted} must lie in 1..{self.vocab_size}"),
+            (first and used, f"{', '.join(sorted(used))}: options of version 3, not of version=1"),
+            (not self.use_aux_hidden_state and only_aux, f"{', '.join(only_aux)} needs use_aux_hidden_state=True"),
             (
-                not 1 <= drafted <= self.vocab_size,
-                f"draft_vocab_size={drafted} must lie in 1..vocab_size={self.vocab_size}",
+                mask is not None and (first or not 0 <= mask < self.vocab_size),
+                f"mask_token_id={mask} is for version 3, and lies in 0..{self.vocab_size - 1}",
             ),
-            (self.version == 1 and bool(only_3), f"{', '.join(only_3)}: options of version 3, not of version=1"),
-            (
-                not self.use_aux_hidden_state and bool(only_aux),
-                f"{', '.join(only_aux)} norm auxiliary states, but use_aux_hidden_state=False",
-            ),
-            (
-                self.mask_token_id is not None and (self.version == 1 or not 0 <= self.mask_token_id < self.vocab_size),
-                f"mask_token_id={self.mask_token_id} is for version 3, and lies in 0..{self.vocab_size - 1}",
-            ),
-            (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other"),
+            (len(only_aux) > 1, "norm_before_fc and fc_norm exclude each other"),
             (self.aux_layers == [], "aux_layers is empty; name at least one hidden state"),
-            (
-                not same_width and not self.num_aux,
-                f"target_hidden_size={self.target_hidden_size}: without fc over auxiliary states it must be "
-                f"hidden_size={self.hidden_size}",
-            ),
-            (
-                not same_width and not self.own_embeddings,
-                f"hidden_size={self.hidden_size}: without own_embeddings it must be the backbone's "
-                f"{self.target_hidden_size}, whose embeddings are read",
-            ),
         ]
         refuse(refusals)

@@ -8,7 +8,6 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .fields import check_values
-from .head_families import HEAD_FAMILIES
 from .heads import MTPHeadConfig
 
 
@@ -17,7 +16,7 @@ class EvaByteConfig(PreTrainedConfig):
     """Configuration of a byte-level EvaByte model and of its multi-token head.
 
     Official `config.json` files load unchanged and unknown fields are preserved. `return_dict: false`, which the Hub's
-    files carry, is ignored. The fields that the official code stores and never reads are stored here too.
+    files carry, is ignored.
 
     Args:
         window_size: Tokens per EVA window; a token attends to its own window byte by byte, to earlier ones by chunk.
@@ -30,8 +29,7 @@ class EvaByteConfig(PreTrainedConfig):
             `num_pred_heads`; a smaller one uses the first heads, a larger one appends heads.
 
     Raises:
-        StrictDataclassError: Wrong types, or contradictory fields by name (`window_size` not a multiple of
-            `chunk_size`, ...), as every transformers 5 configuration does.
+        StrictDataclassError: Wrong types, or contradictory fields by name.
 
     Example:
         >>> config = EvaByteConfig(num_attention_heads=32, window_size=2048, chunk_size=16, num_pred_heads=8)
@@ -43,10 +41,7 @@ class EvaByteConfig(PreTrainedConfig):
     auto_map: ClassVar[dict[str, str]] = {}
     """Read by TRL of every model whose class is not of transformers."""
     sub_configs = {"mtp_head": MTPHeadConfig}
-    keys_to_ignore_at_inference = [
-        *("cache", "past_key_values", "hidden_states", "head_losses", "backbone_loss"),
-        *("acceptances", "head_squares"),
-    ]
+    keys_to_ignore_at_inference = MTPHeadConfig.keys_to_ignore_at_inference
 
     vocab_size: int = 320
     hidden_size: int = 4096
@@ -59,35 +54,22 @@ class EvaByteConfig(PreTrainedConfig):
     rms_norm_eps: float = 1e-6
     norm_add_unit_offset: bool = False
     rope_parameters: dict | None = None
-    attention_class: str = "mha"
     window_size: int = 512
     chunk_size: int = 256
-    num_chunks: int | None = None
     num_pred_heads: int = 1
     fp32_logits: bool = True
-    fp32_skip_add: bool = True
-    mixedp_attn: bool = True
-    fp32_ln: bool = False
-    init_fn: str = "mitchell"
-    init_std: float = 0.006
-    init_cutoff_factor: float | int | None = None
-    lazy_init: bool = True
     initializer_range: float = 0.02
-    attention_bias: bool = False
-    attention_dropout: float | int = 0.0
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     use_cache: bool = True
-    max_seq_length: int | None = None
     if not TYPE_CHECKING:
         mtp_head: MTPHeadConfig | dict | None = None
     else:  # `__post_init__` makes a configuration of a dict or None
         mtp_head: MTPHeadConfig = MTPHeadConfig()
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill what depends on other fields; `kwargs` are the fields that this class does not know."""
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         head = self.mtp_head if isinstance(self.mtp_head, MTPHeadConfig) else MTPHeadConfig(**(self.mtp_head or {}))
         if head.window is None:
@@ -98,42 +80,20 @@ class EvaByteConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
     def validate_architecture(self) -> None:
-        """Refuse contradictory values; the message names the fields and what would be right."""
         sizes = ("window_size", "chunk_size", "num_pred_heads", "num_attention_heads", "vocab_size")
         check_values(self, {}, dict.fromkeys(sizes, "[1, inf)"))
         if self.window_size % self.chunk_size:
             raise ValueError(f"window_size={self.window_size} must be a multiple of chunk_size={self.chunk_size}")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"hidden_size / num_attention_heads = {self.head_dim} must be even for rotary positions")
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} must equal num_attention_heads="
-                f"{self.num_attention_heads}: EvaByte has no grouped attention"
-            )
-        if self.mtp_head.family.apart_only:
-            owned = ", ".join(name for name, family in HEAD_FAMILIES.items() if not family.apart_only)
-            raise ValueError(
-                f"mtp_head.head_type={self.mtp_head.head_type!r} is for attached heads (MTPHeads); "
-                f"EvaByte's own head can be one of {owned}"
-            )
-        if self.mtp_head.family.rows_of_lm_head and self.mtp_head.unembedding != "own":
-            raise ValueError(
-                f"mtp_head.unembedding={self.mtp_head.unembedding!r}: EvaByte's FF heads are rows of one matrix, "
-                "unembedding='own'"
-            )
-        if (self.mtp_head.window or 0) > self.window_size:
-            raise ValueError(
-                f"mtp_head.window={self.mtp_head.window} exceeds window_size={self.window_size}: "
-                "a draft may cross one window border at most"
-            )
+        head, family = self.mtp_head, self.mtp_head.family
+        if family.apart_only:
+            raise ValueError(f"mtp_head.head_type={head.head_type!r} is for attached heads (MTPHeads)")
+        if family.rows_of_lm_head and head.unembedding != "own":
+            raise ValueError(f"mtp_head.unembedding={head.unembedding!r}: FF heads are rows of one matrix, 'own'")
+        if (head.window or 0) > self.window_size:  # a draft may cross one window border at most
+            raise ValueError(f"mtp_head.window={head.window} exceeds window_size={self.window_size}")
 
     def to_dict(self) -> dict[str, Any]:
         """Add `rope_theta` and `rope_scaling` to `rope_parameters`, where the official code reads them."""
@@ -148,10 +108,7 @@ class EvaByteConfig(PreTrainedConfig):
 def config_and_options(
     name: str | PathLike | None, config: Any = None, **options: Any
 ) -> tuple[EvaByteConfig, dict[str, Any]]:
-    """Return the configuration to load, and the options that are no fields of it.
-
-    `config` may be a configuration, also of code that was loaded with another directory, or where to read one.
-    """
+    """Return the configuration to load (`config`, or where to read one), and the options that are no fields of it."""
     if isinstance(config, EvaByteConfig):
         return config, options
     if isinstance(config, PreTrainedConfig):

@@ -8,12 +8,7 @@ from inspect import get_annotations
 from math import inf
 from typing import Any
 
-import transformers
 from transformers import PreTrainedConfig
-
-States = bool | int | list[int]
-"""True for all hidden states, False for none, or the indices of some (-1: the last)."""
-_TAKES_INDICES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
@@ -22,21 +17,6 @@ def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> 
         if (value := getattr(config, name, None)) is not None:
             return value
     return default
-
-
-def requested_states(wanted: States | None, *configs: PreTrainedConfig) -> States:
-    """Return `output_hidden_states` as a decoder of transformers reads it; None: what the first of `configs` requests.
-
-    The number 0 alone would be taken for False, and becomes a list. Before transformers 5.23, indices could not be
-    negative: there, all hidden states are returned in place of some.
-    """
-    if wanted is None:
-        wanted = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
-    if isinstance(wanted, bool):
-        return wanted
-    if not _TAKES_INDICES:
-        return True
-    return [wanted] if isinstance(wanted, int) else wanted
 
 
 _PADDING_ALONE, _ROTATED_ANEW = ("glm5_next_text",), ("qwen4_exp_text",)
@@ -63,10 +43,6 @@ def compresses_windows(config: PreTrainedConfig) -> bool:
 
 
 _CONVOLVED = ("inkling_text",)
-_MASKS_OF = {
-    "hybrid": ("full_attention", "linear_attention"),
-    "hybrid_sliding": ("sliding_attention", "linear_attention"),
-}
 
 
 def has_short_convolutions(config: PreTrainedConfig) -> bool:
@@ -74,21 +50,12 @@ def has_short_convolutions(config: PreTrainedConfig) -> bool:
     return config.get_text_config().model_type in _CONVOLVED
 
 
-def mask_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of masks that a model's layers read, of which layers with states beside attention read two."""
-    kinds = field(config, "layer_types") or ()
-    return {kind for each in kinds for kind in _MASKS_OF.get(each, (each,))}
-
-
 def check_options(
     options: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
 ) -> None:
     """Refuse options that are no fields of a configuration, which would store a misspelt one without any effect.
 
-    `owner` is the method that takes them, for the message; it sets the fields in `without` itself.
-
-    Raises:
-        TypeError: An unknown option.
+    `owner` is the method that takes them; it sets the fields in `without` itself.
     """
     known = [name for name in get_annotations(config_class) if name not in set(without)]
     for name in options:
@@ -99,11 +66,7 @@ def check_options(
 def check_values(
     options: object, choices: Mapping[str, Collection[object]], ranges: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse fields outside their `choices`, or intervals such as `"[0, 1)"`; a default of None passes.
-
-    Raises:
-        ValueError: A value out of range, by the name of its field.
-    """
+    """Refuse fields outside their `choices`, or intervals such as `"[0, 1)"`; a default of None passes."""
     for name, allowed in {**choices, **(ranges or {})}.items():
         value = getattr(options, name)
         if value is None and getattr(type(options), name, 0) is None:
@@ -120,11 +83,7 @@ def check_values(
 
 
 def refuse(refusals: Iterable[tuple[object, str]]) -> None:
-    """Raise the message of the first pair whose condition holds.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Raise a ValueError with the message of the first pair whose condition holds."""
     for refused, message in refusals:
         if refused:
             raise ValueError(message)
@@ -137,21 +96,17 @@ drafter."""
 
 
 def check_counts(owner: object, fields: Mapping[str, Any], tensors: int) -> None:
-    """Refuse numbers of layers, heads, blocks and slots that a checkpoint cannot hold, before any of them is built.
+    """Refuse numbers of layers, heads, blocks and slots in a config.json that `tensors` tensors cannot hold.
 
-    Args:
-        owner: Where config.json is, for the message.
-        fields: Of config.json.
-        tensors: How many tensors there are.
-
-    Raises:
-        ValueError: Such a number, or a negative one, by the name of its field.
+    That is before any of them is built.
     """
     for name, value in fields.items():
         if isinstance(value, dict):
             check_counts(owner, value, tensors)
-        elif isinstance(value, int) and _COUNTS.fullmatch(name) and not 0 <= value <= tensors + _SHARED:
-            raise ValueError(f"{owner}: config.json has {name}={value}, but there are {tensors} tensors")
+        elif isinstance(value, int):
+            low, high = (0, tensors + _SHARED) if _COUNTS.fullmatch(name) else (-(2**62), 2**62)
+            if not low <= value <= high:
+                raise ValueError(f"{owner}: config.json has {name}={value}, but there are {tensors} tensors")
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:

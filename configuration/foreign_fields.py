@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
+
+Raw = Mapping[str, Any]
+"""The fields of a config.json."""
 
 
 def names(text: str) -> frozenset[str]:
@@ -54,13 +58,26 @@ ROPE_LEVELS = dict.fromkeys(
     ROPE,
 )
 """The levels at which they stand, by kind of layer in some configs."""
-COPIED_FROM_TARGET = names(
+LAYERS = names(
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
+    "rms_norm_eps vocab_size max_position_embeddings rope_theta attention_bias layer_types sliding_window "
+    "use_sliding_window"
+)
+"""Fields of the layers of a drafter."""
+ROPE_OF_TARGET = names("partial_rotary_factor mrope_*")
+COPIED_FROM_TARGET = ROPE_OF_TARGET | names(
     "attn_output_gate output_gate_type full_attention_interval linear_* mtp_* text_config vision_config "
-    "partial_rotary_factor mrope_* *_token_id mamba_ssm_dtype num_experts num_local_experts num_experts_per_tok "
+    "*_token_id mamba_ssm_dtype num_experts num_local_experts num_experts_per_tok "
     "moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
     "output_router_logits router_aux_loss_coef"
 )
 """Fields of a Qwen target that DeepSpec copies into the config of a drafter, and that describe the target alone."""
+INFORMATION = names(
+    "qkv_bias max_window_layers max_sequence_length has_lm_head has_embed_tokens truncated_vocab_size "
+    "num_target_layers num_depths down_sample_ratio down_sample_ratio_min parallel_draft_heads_num_layers "
+    "method num_lookahead_tokens num_speculative_tokens"
+)
+"""Fields of drafters that tensors show, or that nothing reads."""
 _MULTIPLIERS = re.compile(r"(.*_)?(scale|scaling|multiplier|factor)(_.*)?")
 _NEUTRAL = {"num_nextn_predict_layers": (0,), "rope_is_neox_style": (True,), "is_neox_style": (True,)}
 
@@ -82,9 +99,16 @@ class FieldTable:
     layout: str
     read: Mapping[str, Collection[str]]
     known: Mapping[str, Collection[str]] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
-    def unread(self, raw: Mapping[str, Any], level: str = "") -> Iterator[tuple[str, Any]]:
+    def with_copies(self, is_scaled: bool) -> FieldTable:
+        """Return the table of DeepSpec's, with fields of its target; those of its rope only where its own is plain."""
+        of_rope = names("") if is_scaled else ROPE_OF_TARGET
+        top = COPIED_FROM_TARGET - (ROPE_OF_TARGET - of_rope)
+        known = {"": top.union(self.known.get("", ()))} | dict.fromkeys(ROPE_LEVELS, of_rope)
+        return replace(self, layout="deepspec", known={**self.known, **known})
+
+    def unread(self, raw: Raw, level: str = "") -> Iterator[tuple[str, Any]]:
         """Yield the dotted paths and values of fields that are neither read nor known to change nothing."""
         levels, known = {*self.read, *self.known}, [*CHANGES_NOTHING, *self.known.get(level, ())]
         for name, value in raw.items():
@@ -99,6 +123,20 @@ class FieldTable:
     def _says_nothing(self, name: str, value: object) -> bool:
         allowed = (_NEUTRAL | dict(self.only)).get(name)
         return is_neutral(name, value) if allowed is None else any(is_same(value, each) for each in (None, *allowed))
+
+
+def speculators_table(
+    own: Collection[str],
+    layers: Collection[str] = LAYERS,
+    only: Mapping[str, tuple[object, ...]] = MappingProxyType({}),
+) -> FieldTable:
+    """Return the fields of a drafter of speculators: its own, and those of its layers."""
+    layer, engine = "transformer_layer_config", "speculators_config"
+    read = {"": {"speculators_model_type", *own}, layer: layers, engine: names("proposal_methods verifier")}
+    known = {"": names("speculators_version ignore_keys"), layer: INFORMATION}
+    known[engine] = names("algorithm default_proposal_method")
+    nested = {f"{layer}.{level}": fields for level, fields in ROPE_LEVELS.items()}
+    return FieldTable("speculators", read | nested, known, only)
 
 
 def is_neutral(name: str, value: object) -> bool:
@@ -118,7 +156,7 @@ def is_same(value: object, other: object) -> bool:
 
 
 def refuse_unread(
-    owner: object, raw: Mapping[str, Any], table: FieldTable, ignored: Sequence[str] = (), source: str = "config.json"
+    owner: object, raw: Raw, table: FieldTable, ignored: Sequence[str] = (), source: str = "config.json"
 ) -> None:
     """Refuse a foreign config with a field that is neither read nor known to change nothing.
 
@@ -142,17 +180,15 @@ def refuse_unread(
         )
 
 
-def stated(raw: Mapping[str, Any], path: str) -> Any:
+def stated(raw: Raw, path: str) -> Any:
     """Return the field at a dotted path; None where there is none."""
-    value: Any = raw
+    value: object = raw
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def agreed(
-    owner: object, raw: Mapping[str, Any], *paths: str, meanings: Mapping[str, Callable[[Any], Any]] | None = None
-) -> Any:
+def agreed(owner: object, raw: Raw, *paths: str, meanings: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
     """Return what several fields say, which are names of one thing; None: none of them says anything.
 
     Args:
@@ -182,7 +218,7 @@ def agreed(
     return found.get(first)
 
 
-def settled(owner: object, name: str, said: Any, shown: Any) -> Any:
+def settled(owner: object, name: str, said: object, shown: object) -> Any:
     """Return what a config says, or else what the tensors show, and refuse a contradiction; null says nothing."""
     if said is not None and shown is not None and not is_same(said, shown):
         raise ValueError(f"{owner}: config.json says {name}={said!r}, and the tensors show {shown!r}")

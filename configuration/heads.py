@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .fields import check_values
-from .head_families import CONTEXT_OPTIONS, HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
+from .head_families import CONTEXT_OPTIONS, HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts
 from .loss_options import HeadLossOptions
 
 HEAD_TYPES = tuple(HEAD_FAMILIES)
@@ -50,8 +50,8 @@ def _option(name: str, default: Callable[[Any], Any] = lambda config: None) -> A
 class MTPHeadConfig(PreTrainedConfig):
     """Options of a head that describes the distribution of the next `window` tokens.
 
-    The same class is the sub-config `mtp_head` of a model that owns its head, and the config of `MTPHeads`, a directory
-    of heads that is separate from its backbone; only the latter needs the last three fields.
+    The same class is the sub-config `mtp_head` of a model that owns its head, and the config of `MTPHeads`, heads apart
+    from their backbone; only the latter needs the last three fields.
 
     Args:
         head_type: The family of the distribution. `"ff"`: independent positions (Gloeckle et al. 2024); `"cp"`: a
@@ -61,21 +61,18 @@ class MTPHeadConfig(PreTrainedConfig):
             - 1. None lets the owner decide (EvaByte takes `num_pred_heads`).
         rank: Number of states r of every latent of a circuit; `"ff"` has 1.
         unembedding: `"own"`: an unembedding [v, d] per position (circuits: and state). `"shared"`: the backbone's
-            frozen one, for large vocabularies; for `"ff"` and circuits it follows one map [d, d] per position (and
-            state). None: `"own"` for `"ff"` and circuits, else `"shared"`.
+            frozen one, after a map [d, d] per position (and state) for `"ff"` and circuits. None: `"own"` for these.
         contextual: The weights of a circuit's sums depend on the hidden state; otherwise they are plain parameters.
         homogeneous: All steps of an `"hmm"` share one transition.
         identity_bias: Added to the diagonal of an `"hmm"`'s transition logits at the start, so that states persist;
-            None: so much that the mean diagonal is 0.85, whatever the rank is (5.4 for r = 32).
-        leaf_size: Small leaves of a circuit: those of all states of a position are one unembedding, plus what a matrix
-            [v, leaf_size], which all positions share, makes of a map [leaf_size, d] per position and state. None: each
-            state has a whole unembedding.
-        context: Leaves of `"ff"` and circuits read so many tokens of the window before theirs, at most 3: their logits
-            get a bias of each. 0: leaves know the state alone.
+            None: so much that the mean diagonal is 0.85.
+        leaf_size: Small leaves of a circuit: one unembedding per position, plus what a matrix [v, leaf_size] makes of a
+            map [leaf_size, d] per position and state. None: each state has a whole unembedding.
+        context: Leaves of `"ff"` and circuits read so many tokens of the window before theirs, at most 3.
         context_rank: Rank of these biases.
         transition_context: Transitions of an `"hmm"` read the last token, too.
         num_blocks: Blocks of every Medusa or Hydra head.
-        tied_blocks: All blocks of one head, but for Hydra's first, share their weights, as in the released heads.
+        tied_blocks: All blocks of one head, but for Hydra's first, share their weights.
         block: Of a Medusa head: `"residual"` (u + SiLU(A u + a)), or `"ffn"` with one hidden layer (Stern et al. 2018,
             blockwise parallel decoding: `unembedding="shared"`).
         block_size: Width of that hidden layer; None: 4 d.
@@ -87,18 +84,17 @@ class MTPHeadConfig(PreTrainedConfig):
         mix_temperature: Of the softmax over these layers.
         mix_init: A new mean starts `"uniform"` (the paper's), or at the `"last"` of these layers.
         backbone_config: Config of the model whose decoder layer the heads copy (layer heads, Hydra++).
-        draft_layers: MtPC's draft LoRA: the head reads the states of a second copy of the backbone's last layers, so
-            many, with adapters of its own; they run over verified tokens only (heads apart, of families without
-            layers).
+        draft_layers: MtPC's draft LoRA: the head reads the states of a second copy of so many of the backbone's last
+            layers, with adapters of its own (families without layers).
         draft_lora_rank: Of these adapters.
         draft_lora_alpha: Their scale times their rank; None: twice the rank.
         loss_options: Options of the training loss (`HeadLossOptions`, or a dict of those that are not the defaults).
             Attributes read and set them one by one: `gamma` (which is `decay`), `loss_target`, `loss_divergence`, ...
         masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
-            conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
-        hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
-        vocab_size: Number of token ids (heads apart from their backbone).
-        draft_vocab_size: Number of the tokens that are drafted (heads apart); None: all.
+            conditions on them, as decoding will; `"marginalise"` sums them out (not where leaves read tokens).
+        hidden_size: Width of the hidden states that the head reads (heads apart from their backbone, as the next two).
+        vocab_size: Number of token ids.
+        draft_vocab_size: Number of the tokens that are drafted; None: all.
         base_model_name_or_path: The backbone that the heads were trained for, for people to read.
 
     Raises:
@@ -162,7 +158,6 @@ class MTPHeadConfig(PreTrainedConfig):
     loss_weights, loss_normalization, loss_balance = map(_option, ("weights", "normalization", "balance"))
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill fields that depend on others; `kwargs` are unknown fields."""
         family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
         self.loss_options = HeadLossOptions.of(self.loss_options)
         if self.unembedding is None and family:
@@ -170,12 +165,9 @@ class MTPHeadConfig(PreTrainedConfig):
         super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
-        """Refuse contradictory values; the message names the field and what would be right."""
         if self.head_type not in HEAD_FAMILIES:
-            raise ValueError(
-                f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_FAMILIES)}, or first import "
-                "the module that registers the family"
-            )
+            known = ", ".join(HEAD_FAMILIES)
+            raise ValueError(f"head_type={self.head_type!r} is unknown; choose one of {known}, or first register it")
         check_values(self, CHOICES, RANGES)
         self.loss_options.check()
         if (self.draft_vocab_size or 0) > (self.vocab_size or self.draft_vocab_size or 0):
@@ -185,76 +177,47 @@ class MTPHeadConfig(PreTrainedConfig):
         for name, value in self._values(SHAPING_OPTIONS).items():
             default = self.family.unembedding if name == "unembedding" else vars(MTPHeadConfig)[name]
             if value != default and name not in self.family.options:
+                others = ", ".join(known for known, facts in HEAD_FAMILIES.items() if name in facts.options)
                 raise ValueError(
-                    f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "
-                    f"it is an option of {', '.join(takers(name))}"
+                    f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; an option of {others}"
                 )
-        self._check_context()
-        if self.draft_layers and self.state_offset:
-            raise ValueError(f"draft_layers={self.draft_layers} gives one state: state_offset must be 0")
         self.family.check(self)
         if self.draft_layers and self.family.attends(self):
             raise ValueError(
-                f"draft_layers={self.draft_layers}: head_type={self.head_type!r} has decoder layers of its own; choose "
-                "a family without, or hydra with arch='mlp'"
+                f"draft_layers={self.draft_layers}: head_type={self.head_type!r} has decoder layers of its own"
             )
-        if (self.family.sequential or self.context) and self.masked_tokens == "marginalise":
-            raise ValueError(
-                f"masked_tokens='marginalise': {self.head_type} heads with context={self.context} read tokens before "
-                "theirs, which cannot be summed out; choose 'observe'"
-            )
-
-    def _check_context(self) -> None:
-        if self.window is not None and 0 < self.context >= self.window:
-            raise ValueError(
-                f"context={self.context}: a window of {self.window} tokens has at most {self.window - 1} before the "
-                "last; choose fewer, or a larger window"
-            )
-        if self.transition_context and not self.context:
-            raise ValueError("transition_context=True: transitions read what leaves read; choose context=1 to 3")
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
     @property
     def family(self) -> HeadFamilyFacts:
-        """The facts of this `head_type`."""
         return HEAD_FAMILIES[self.head_type]
 
     @property
     def num_depths(self) -> int:
-        """n: the window, which must be known by now.
-
-        Raises:
-            ValueError: `window` is None.
-        """
+        """n: the window, which must be known by now."""
         if self.window is None:
             raise ValueError("window=None: set it before heads are built")
         return self.window
 
     @property
     def num_drafts(self) -> int:
-        """n - 1: tokens that a draft has."""
         return self.num_depths - 1
 
     @property
     def borrows_first(self) -> bool:
-        """Whether position 1 of the distribution is the backbone's own."""
         return self.family.borrows_first(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields; of the loss, the options that are not the defaults."""
         return super().to_dict() | {"loss_options": self.loss_options.changed()}
 
     def options(self) -> dict[str, Any]:
         """Return the fields that describe the distribution and the loss, for a model's own `config.json`."""
         changed = self.loss_options.changed()
         loss = {"loss_options": changed} if changed else {}
-        return self._values(self.family.written()) | self._context_options() | self.draft_options() | loss
-
-    def _context_options(self) -> dict[str, Any]:
-        names = (name for name in CONTEXT_OPTIONS if name in self.family.options)
-        return self._values(names) if self.context else {}
+        context = [name for name in CONTEXT_OPTIONS if self.context and name in self.family.options]
+        return self._values([*self.family.written(), *context]) | self.draft_options() | loss
 
     def draft_options(self) -> dict[str, Any]:
         """Return the fields of draft layers; empty where there are none."""
@@ -267,6 +230,5 @@ class MTPHeadConfig(PreTrainedConfig):
         return self._values(names) == other._values(names)
 
     def describe(self) -> str:
-        """Return what the head is, as a phrase for people to read."""
         reads = f", whose leaves read the {self.context} tokens before them" if self.context else ""
         return self.family.description.format(**self._values(self.family.written())) + reads

@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedConfig, Qwen2Config
 
 from .fields import field
-from .foreign_fields import FieldTable, names, refuse_unread
+from .foreign_fields import FieldTable, Raw, names, refuse_unread
 
 SAME = "same"
 """Instead of a type of layer: the type of the main model's layer of the module's own index."""
@@ -36,66 +35,44 @@ class MiMoConfig(Qwen2Config):
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """Layout of a family's modules.
-
-    Attributes:
-        names: Pairs (in the family's files, in DeepSeek-V3) of prefixes of names, the longest first; `{index}` is k,
-            `{layer}` is L + k. Empty for DeepSeek-V3's names. A pair without either would be shared by all modules:
-            such a family has one module (but for `shares_norm`).
-        shares_norm: The norm before the head is one for all modules, where the configuration has one at all
-            (`chain_hidden_post_norm`).
-        scales_nothing: Attention of modules leaves out the main model's scaling by the number of columns.
-        embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
-        norm_before_head: There is a `shared_head.norm`; otherwise h^k is the output of the decoder layer.
-        unnormed: Modules pass on their states from before their norm, which is for the head; the first one reads the
-            main model's from after its final norm.
-        own_heads: Each module has a head of its own, `shared_head.output` after its norm, and passes on its state from
-            before that norm; the first reads the main model's state from before its final norm. Files may have
-            `.transformer.` in these names.
-        own_embeddings: The module has embeddings of its own, `embed_tokens`.
-        copies: Tensors of the main model that official files repeat in every module.
-        block: Per-layer fields of the configuration with their value for a module, where it is unlike the last layer;
-            `SAME`: that of the main model's layer of the same index, from 0. A field `mtp_<name>` of the model's
-            configuration overrides it.
-        rotates: Modules of full attention have rotary positions, which the model's own layers of full attention lack.
-        one_stream: A module is such a layer without hyper-connections: it has one stream, and adds to it.
-        streams: A module reads the streams of the main model's last layer, before they are mixed into one, and hands on
-            its own. `eh_proj` is a linear map of embeddings, `e_proj`, and one of every stream, `h_proj`; `hnorm` is
-            over all streams, or of each; `shared_head.mixer` mixes them, for the main model's head.
-        body: Network of a module: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the kinds in
-            `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
-        has_twin: The model has a layer of the module's kind, which `from_backbone` can copy.
-        count: The field of config.json that holds the number of modules.
-        counts_outside: Beside a vision tower, it is a field of the whole configuration, not of that of the text.
-        layers: The field that holds L.
-        counts_columns: transformers' class counts positions by columns, padding included, whatever `generate` counts.
-        retrofit: The family has no official modules: `DeepSeekMTP.from_backbone` makes them.
-        stem: Where the decoder is in the model: `model.language_model` beside a vision tower.
-        tower_prefix: Prefix of `names` in files with a tower.
-    """
+    """Layout of a family's modules."""
 
     names: tuple[tuple[str, str], ...] = ()
-    embedding_first: bool = True
-    norm_before_head: bool = True
-    shares_norm: bool = False
-    scales_nothing: bool = False
+    """Pairs (in the family's files, in DeepSeek-V3) of prefixes of names, the longest first; `{index}` is k, `{layer}`
+    is L + k. Empty for DeepSeek-V3's names. A pair without either would be shared by all modules: such a family has
+    one module (but for `shares_norm`)."""
+    embedding_first: bool = True  # `eh_proj` takes [enorm(embedding); hnorm(hidden)], not the other way round
+    norm_before_head: bool = True  # there is a `shared_head.norm`; else h^k is the output of the decoder layer
+    shares_norm: bool = False  # that norm is one for all, where there is one at all (`chain_hidden_post_norm`)
+    scales_nothing: bool = False  # attention leaves out the main model's scaling by the number of columns
     unnormed: bool = False
+    """Modules pass on states from before their norm, which is for the head; the first reads the main model's after."""
     own_heads: bool = False
-    own_embeddings: bool = False
+    """Each module has a head of its own, `shared_head.output` after its norm, and passes on its state from before that
+    norm; the first reads the main model's from before its final norm. Files may have `.transformer.` in these names."""
+    own_embeddings: bool = False  # the module has embeddings of its own, `embed_tokens`
     copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
+    """Tensors of the main model that official files repeat in every module."""
     block: tuple[tuple[str, str | float], ...] = ()
-    rotates: bool = False
-    one_stream: bool = False
+    """Per-layer fields of the configuration with their value for a module, where it is unlike the last layer; `SAME`:
+    that of the main model's layer of the same index. A field `mtp_<name>` of the model's configuration overrides it."""
+    rotates: bool = False  # full attention has rotary positions, which the model's own layers of it lack
+    one_stream: bool = False  # a module is a layer without hyper-connections: one stream, to which it adds
     streams: bool = False
+    """A module reads the streams of the main model's last layer, before they are mixed into one, and hands on its own.
+    `eh_proj` is a linear map of embeddings, `e_proj`, and one of every stream, `h_proj`; `hnorm` is over all streams,
+    or of each; `shared_head.mixer` mixes them, for the main model's head."""
     body: str = "layer"
-    has_twin: bool = True
-    count: str = COUNT
-    counts_outside: bool = False
-    counts_columns: bool = False
-    layers: str = "num_hidden_layers"
-    retrofit: bool = False
-    stem: str = "model"
-    tower_prefix: str = ""
+    """`"layer"`, a decoder layer of the model; `"stack"`, several, of the kinds in `mtp_layers_block_type`; `"latent"`,
+    one latent attention and a dense MLP."""
+    has_twin: bool = True  # the model has a layer of the module's kind, which `from_backbone` can copy
+    count: str = COUNT  # the field of config.json that holds the number of modules
+    counts_outside: bool = False  # beside a tower, it is a field of the whole configuration
+    counts_columns: bool = False  # transformers' class counts positions by columns, padding included
+    layers: str = "num_hidden_layers"  # the field that holds L
+    retrofit: bool = False  # it has no official modules: `DeepSeekMTP.from_backbone` makes them
+    stem: str = "model"  # where the decoder is: `model.language_model` beside a vision tower
+    tower_prefix: str = ""  # of `names` in files with a tower
 
     @property
     def early(self) -> bool:
@@ -362,13 +339,13 @@ def family_of(config: PreTrainedConfig) -> MTPFamily:
     return replace(family, stem="model.language_model", names=names)
 
 
-def dspark_block_size(raw: Mapping[str, Any]) -> int | None:
+def dspark_block_size(raw: Raw) -> int | None:
     """Return `dspark_block_size` of a config.json: its `mtp.*` are a DSpark drafter, not modules (DeepSeek-V4)."""
     parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
     return next((part[_DSPARK] for part in parts if part.get(_DSPARK) is not None), None)
 
 
-def refuse_dspark(owner: object, raw: Mapping[str, Any]) -> None:
+def refuse_dspark(owner: object, raw: Raw) -> None:
     """Refuse a release whose `mtp.*` are a DSpark drafter, with layers of the model itself.
 
     Raises:
@@ -403,7 +380,7 @@ _FIELDS = FieldTable(
 )
 
 
-def check_fields_of_modules(owner: object, raw: Mapping[str, Any], ignored: Sequence[str] = ()) -> None:
+def check_fields_of_modules(owner: object, raw: Raw, ignored: Sequence[str] = ()) -> None:
     """Refuse a config.json with a field of modules that is not read; the model's own are transformers' business.
 
     Raises:

@@ -10,10 +10,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..configuration.fields import requested_states
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
-from .contract import CacheView, DraftSession, TargetOutput, VerificationResult
+from .contract import CacheView, DraftSession, TargetOutput, VerificationResult, requested_states
 from .drafter import BaseDrafter
 from .tensors.wrapped_models import Kwargs
 

@@ -44,14 +44,16 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from .call.outputs import Speculation
-from .call.sequences import NewTokens, Sequences
+from .call.sequences import NewTokens, Sequences, Speculation
 from .tensors.masks import cached_arange, made_once
 
 HiddenLayers = int | list[int] | bool | None
 """The hidden states of the backbone that a session reads: of one layer, of several, or of none."""
+_TAKES_INDICES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 States = tuple[Tensor | None, ...]
 """Hidden states per layer [B, F, D]; None for layers that were not requested."""
 
@@ -273,6 +275,10 @@ class CacheView(Protocol):
         """
         return value
 
+    def fixed_layout(self, size: int, limit: int, span: int, name: str) -> Any:
+        """Return the layout of a drafter's cache of a fixed size (`cache.drafter_layout`); None: shapes change."""
+        return None
+
 
 class DraftSession(Protocol):
     """Proposes tokens after every sequence of one call, with the distributions that they were drawn from.
@@ -370,6 +376,21 @@ class SpeculativeCache(Protocol):
     def activate_past_recording(self) -> None:
         """Keep the tokens of several forwards until the next rollback."""
         ...
+
+
+def requested_states(wanted: HiddenLayers, *configs: PreTrainedConfig) -> bool | int | list[int]:
+    """Return `output_hidden_states` as a decoder of transformers reads it; None: what the first of `configs` requests.
+
+    The number 0 alone would be taken for False, and becomes a list. Before transformers 5.23, indices could not be
+    negative: there, all hidden states are returned in place of some.
+    """
+    if wanted is None:
+        wanted = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
+    if isinstance(wanted, bool):
+        return wanted
+    if not _TAKES_INDICES:
+        return True
+    return [wanted] if isinstance(wanted, int) else wanted
 
 
 def joined_layers(*wanted: HiddenLayers) -> HiddenLayers:

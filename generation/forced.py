@@ -15,8 +15,7 @@ from torch.nn.functional import one_hot, pad
 
 from .call.constraints import DraftMasks
 from .call.options import DraftOptions
-from .call.outputs import Speculation
-from .call.sequences import Sequences
+from .call.sequences import Sequences, Speculation
 from .contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 
 MOST = 16
@@ -29,8 +28,8 @@ def with_forced(session: DraftSession, options: DraftOptions, longest: int | Non
     Drafts of fixed shapes, of measured lengths, or that are made in the verifying call, stay as they are. `longest` is
     what the drafter can draft; None: any number.
     """
-    is_plain = options.cache != "static" and options.schedule != "adaptive" and options.drafts and options.processors
-    if not is_plain or session.lookahead or session.is_deterministic:
+    is_plain = options.cache != "static" and options.schedule != "adaptive" and options.speculates
+    if not (is_plain and options.processors) or session.lookahead or session.is_deterministic:
         return session
     if not options.processing.constraints.may_force(options.prompt.device):
         return session

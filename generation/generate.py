@@ -1,13 +1,14 @@
 """The entry of speculative decoding: transformers' own `generate`, with our loop as its decoding method.
 
     backbone.generate(..., assistant_model=head)        `attach.GeneratePatch`, or a model's own `generate`
-      prepared_call(...)                                options parsed once, `SpeculationPlan.of`; plain calls pass
+      prepared_call(...)                                options parsed once (`read_call`); plain calls pass
       type(backbone).generate(..., custom_generate=f)   transformers prepares prompt, masks, cache, processors, criteria
-        f = partial(speculative_decoding, plan)         carries what transformers drops for a callable
-          loop_of(plan, target).run()                   or the model's own `_sample`, where drafts are not possible
+        f = partial(speculative_decoding, call)         carries what transformers drops for a callable
+          plan_of(call, ...)                            or the model's own `_sample`, where drafts are not possible
+          the loop of the call
 
 For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`. The first and the last travel in the
-plan; stop strings and token healing, which need the tokenizer, are resolved before the call, and so is a cache of the
+`Call`; stop strings and token healing, which need the tokenizer, are resolved before the call, and so is a cache of the
 backbone's own class, which is passed as a user's cache is. transformers would misread these fields beside a callable:
 in a `ResolvedConfig` they read as unset.
 """
@@ -18,17 +19,17 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
-    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -38,18 +39,19 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from ..configuration.cache_names import CACHE, cache_of, renamed
-from ..configuration.fields import rotary_border
+from ..configuration.cache_names import CACHE, NAMES, renamed
 from .backbone.backbones import check_prompt, check_user_cache, target_of
-from .backbone.target import OwnCacheBackbone, Target
+from .backbone.target import OwnCacheBackbone, Target, traits_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import PrefillOutput, SpeculativeCache
 from .drafter import BaseDrafter
 from .graphs import running
-from .plan import Call, SpeculationPlan
-from .recorded import loop_of
+from .guarded import GuardedLoop
+from .plan import Call, Plan, decode_plainly, plan_of, read_call
+from .recorded import static_loop_of
+from .stateful import StatefulLoop
 from .tensors.shared_models import readable, share_draws, tensor_parallel_size
-from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments, untyped
+from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -82,13 +84,14 @@ def prepared_call(
     Raises:
         ValueError: An option, a prompt or a combination that is not supported; the message names it.
     """
-    call = renamed(dict(zip(_names(generate, len(args)), args)) | kwargs)
+    call = dict(zip(_names(generate, len(args)), args)) | kwargs
+    call = call if call.keys().isdisjoint(NAMES) else renamed(call)
     own = {name: call.pop(name) for name in GENERATE_KWARGS if name in call}
     named = None if drafter is None else call.pop("assistant_model", None)
     sources = (call, call.get("generation_config"), backbone.generation_config)
     call |= {} if drafter is None else drafter.sampling_defaults(sources)
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
-    config, model_kwargs = untyped(backbone)._prepare_generation_config(call.get("generation_config"), **fields)
+    config, model_kwargs = cast(Any, backbone)._prepare_generation_config(call.get("generation_config"), **fields)
     if config.assistant_early_exit is not None:
         raise ValueError(
             f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
@@ -98,7 +101,7 @@ def prepared_call(
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
     check_user_cache(call, config)
-    plan = None
+    read = None
     if drafter is None or config.prompt_lookup_num_tokens:
         CallOptions.read(own, sources)
         if unread := next((name for name, value in own.items() if value is not None), None):
@@ -110,39 +113,39 @@ def prepared_call(
                 f"{lookup} would leave out the {type(named).__name__} of assistant_model=; drop one of them"
             )
     elif call.get("custom_generate") is None:
-        # a copy, so that the plan, which `call` gets below, does not hold itself and the cache with it
-        sources = (dict(call), *sources[1:])
-        plan = SpeculationPlan.of(Call(generate, backbone, drafter, own, sources, config, model_kwargs, new_cache))
-        refuse_clocks(plan)
+        read = read_call(generate, backbone, drafter, own, sources, config, model_kwargs, new_cache)
+        refuse_clocks(read)
     if new_cache is not None:
         resolved |= add_cache(call, config, backbone, new_cache)
     is_single = config.get_generation_mode() in _SINGLE
     # a cache of the backbone's own class drops padding in our callable, also where nothing is drafted
-    if plan is not None and is_single and (plan.options.is_ours or new_cache is not None):
+    if read is not None and is_single and (read.options.is_ours or new_cache is not None):
         if call.get("tokenizer") is not None:  # else transformers raises
             resolved |= resolve_tokenizer(call, config, backbone)
         if (synced := call.get("synced_gpus")) is None:  # as transformers decides for its own loops
             synced = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
             synced = synced and torch.distributed.get_world_size() > 1
-        plan.streamer, plan.synced_gpus = call.get("streamer"), synced
-        call["custom_generate"] = partial(speculative_decoding, plan)
+        read = replace(read, streamer=call.get("streamer"), synced_gpus=synced)
+        call["custom_generate"] = partial(speculative_decoding, read)
     return with_resolved(call, resolved) if resolved else call
 
 
-def refuse_clocks(plan: SpeculationPlan) -> None:
+def refuse_clocks(call: Call) -> None:
     """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone.
 
     Raises:
         ValueError: Processes of tensor parallelism would verify drafts of different shapes.
     """
-    call, options = plan.call, plan.options
     timed = {
-        "num_assistant_tokens_schedule='adaptive'": options.schedule == "adaptive",
-        "draft_tree='auto'": options.draft_tree == "auto",
+        "num_assistant_tokens_schedule='adaptive'": call.options.schedule == "adaptive",
+        "draft_tree='auto'": call.options.draft_tree == "auto",
         "learn_while_decoding": call.drafter.recorder is not None,
     }
-    for name in (name for name, is_set in timed.items() if is_set and tensor_parallel_size(call.backbone) > 1):
-        raise ValueError(f"{name} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it")
+    for name, is_set in timed.items():
+        if is_set and tensor_parallel_size(call.backbone) > 1:
+            raise ValueError(
+                f"{name} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it"
+            )
 
 
 @contextmanager
@@ -151,11 +154,13 @@ def decoding(*models: nn.Module) -> Iterator[None]:
 
     An error leaves none of peft's hooks. Processes that share the backbone's layers draw the same numbers.
     """
-    share_draws(models[0])
+    if distributed.is_available() and distributed.is_initialized():
+        share_draws(models[0])
     try:
         with torch.no_grad(), ExitStack() as stack:
             for model in models:
-                stack.enter_context(checkpointing_paused(model))
+                if model.training and any(vars(part).get("gradient_checkpointing") for part in model.modules()):
+                    stack.enter_context(checkpointing_paused(model))
             yield
     except BaseException:
         drop_peft_arguments(models[0])
@@ -163,7 +168,7 @@ def decoding(*models: nn.Module) -> Iterator[None]:
 
 
 def speculative_decoding(
-    plan: SpeculationPlan,
+    call: Call,
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -180,26 +185,34 @@ def speculative_decoding(
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
     prepared = input_ids.long(), logits_processor, stopping_criteria, generation_config
-    if not plan.admits(*prepared, model_kwargs):
-        return untyped(model)._sample(*prepared, plan.synced_gpus, plan.streamer, **model_kwargs)
-    if plan.options.draft_tree == "auto":
-        _choose_tree(plan)
-    plan.complete()
-    with readable(model), plan.call.drafter.running(model), running():
+    plan = plan_of(call, *prepared, model_kwargs, partial(_with_tree, call, *prepared, model_kwargs))
+    if isinstance(plan, str):
+        if plan:
+            decode_plainly(plan, call.options)
+        return cast(Any, model)._sample(*prepared, call.synced_gpus, call.streamer, **model_kwargs)
+    with ExitStack() as stack:
+        if distributed.is_available() and distributed.is_initialized():
+            stack.enter_context(readable(model))
+        stack.enter_context(call.drafter.running(model))
+        is_static = generation_config.cache_implementation == "static"
+        if is_static:
+            stack.enter_context(running())
         outputs, target = _prefill(plan)
-        output = loop_of(plan, target).run(outputs, plan.synced_gpus)
+        kind = GuardedLoop if plan.watch is None else StatefulLoop
+        loop = static_loop_of(plan, target) if is_static else kind(plan, target)
+        output = loop.run(outputs, call.synced_gpus)
     if plan.schedule is not None:
-        plan.call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
+        call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output
 
 
-def _prefill(plan: SpeculationPlan) -> tuple[PrefillOutput, Target]:
+def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:
     """Run the first pass, transformers' own prefill, and return its outputs, and the backbone with the prompt in its
     cache."""
     kwargs, prompt, keywords = plan.model_kwargs, plan.prompt, plan.keywords
     states = {"output_hidden_states": plan.hidden_layers}
-    outputs = untyped(plan.call.backbone)._prefill(prompt, plan.config, kwargs | states)
-    cache, mask, target = cache_of(outputs), kwargs.get("attention_mask"), None
+    outputs = cast(Any, plan.call.backbone)._prefill(prompt, plan.config, kwargs | states)
+    cache, mask, target = getattr(outputs, CACHE), kwargs.get("attention_mask"), None
     if keywords is not None:
         kwargs = kwargs | keywords.continued
     if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
@@ -225,32 +238,30 @@ def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
     return (names if len(names) >= count else PARAMETERS)[:count]
 
 
-def _choose_tree(plan: SpeculationPlan) -> None:
-    """Set the tree that `draft_tree="auto"` finds by trials on this prompt."""
-    call = plan.call
+def _with_tree(
+    call: Call,
+    prompt: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: Kwargs,
+    options: CallOptions,
+) -> CallOptions:
+    """Return options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
     def trial(drafter: BaseDrafter, prompt: Tensor, kwargs: Kwargs) -> Any:
         if isinstance(config := kwargs["generation_config"], ResolvedConfig):  # the trial resolves it again
             config.resolved -= {"use_mtp"}
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
-    common = {name: plan.model_kwargs[name] for name in plan.model_kwargs.keys() - TRIAL_OVERRIDES}
-    common |= {"synced_gpus": plan.synced_gpus}
-    length = plan.prompt.shape[1]
-    last = _last_position_of_trials(call.backbone.config.get_text_config(), length, 2 * LONGEST_PATH)
-    has_stop_strings = any(isinstance(one, StopStringCriteria) for one in plan.criteria)
-    plan.options = choose_tree(
-        trial, call.drafter, plan.options, plan.config, plan.prompt, last, common, not has_stop_strings
-    )
-
-
-def _last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
-    """Return where trials after a prompt of `length` tokens must end: at the last position, or `reach` below a
-    border."""
-    last, border = getattr(config, "max_position_embeddings", None), rotary_border(config)
-    if border is None or length > border[1]:
-        return last
-    return border[1] - reach if last is None else min(last, border[1] - reach)
+    common = {name: model_kwargs[name] for name in model_kwargs.keys() - TRIAL_OVERRIDES}
+    common |= {"synced_gpus": call.synced_gpus}
+    border = traits_of(call.backbone).rotary_border
+    last = getattr(call.backbone.config.get_text_config(), "max_position_embeddings", None)
+    if border is not None and prompt.shape[1] <= border[1]:  # trials end below it
+        last = min(last or border[1], border[1] - 2 * LONGEST_PATH)
+    has_stop_strings = any(isinstance(one, StopStringCriteria) for one in criteria)
+    return choose_tree(trial, call.drafter, options, config, prompt, last, common, not has_stop_strings)
 
 
 class _Field:
@@ -317,7 +328,7 @@ def resolve_tokenizer(call: Kwargs, config: GenerationConfig, backbone: PreTrain
     if config.token_healing and isinstance(ids := call.get(name), Tensor):
         if call.get("attention_mask") is None:
             call["attention_mask"] = _mask_of(ids, config)
-        call[name] = untyped(backbone).heal_tokens(ids, tokenizer)
+        call[name] = cast(Any, backbone).heal_tokens(ids, tokenizer)
         resolved.add("token_healing")
     return resolved
 

@@ -29,8 +29,8 @@ from transformers import StoppingCriteria
 from transformers.utils import logging
 
 from .call.options import DraftOptions
-from .call.outputs import Graphs
 from .call.positions import ON_DEVICE
+from .call.sequences import Graphs
 from .contract import DraftSession, DraftTree
 from .tensors.buffers import Buffers
 from .tensors.masks import constants
@@ -242,7 +242,7 @@ def obstacle_to_fixed(
     options: DraftOptions, session: DraftSession, verifier: Verifier, has_keywords: bool
 ) -> str | None:
     """Return why the cycles of a call have no fixed shapes, in the user's words; None: they have."""
-    if not options.drafts:
+    if not options.speculates:
         return "a call without drafts"
     if not session.takes_fixed:
         return f"drafts of {type(session).__name__}, whose shapes change"

@@ -1,4 +1,4 @@
-"""The loop as calls run it: scores that are no numbers are noticed, and end the drafts.
+"""The loop as calls run it: scores that are no numbers end the drafts.
 
 Where scores of an open sequence are no numbers (NaN, +inf, -inf everywhere), the cycle is repeated on the cache as it
 was with b alone: a row that nobody sees is multiplied by 0, and 0 times NaN is NaN. If b's scores are none either, the
@@ -8,48 +8,16 @@ no numbers; what was drafted before these is verified, for drafts that are dropp
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from .call.sequences import NewTokens
-from .contract import NoDrafts
 from .loop import SpeculativeLoop
-from .verification.cycles import Cycle
+from .results import Cycle
 from .verification.verifiers import GreedyVerifier
 
 
 class GuardedLoop(SpeculativeLoop):
     """See the file."""
 
-    def _rows(self, cycle: Cycle) -> Tensor | None:
-        rows = self.verifier.path_rows(cycle.result)
-        if self.processing is not None and cycle.fed.auxiliary is not None:  # processors may make numbers of NaN
-            largest = cycle.outputs.logits.amax((1, 2))[:, None]  # [B, 1]
-            rows = largest if rows is None else rows + largest
-        return rows
-
-    def _on_host(self, cycle: Cycle) -> Cycle:
-        is_faulty, cycle.faults = cycle.read(), []
-        if any(is_faulty) or any(cycle.strays):
-            skipped = self._skipped()
-            cycle.faults = [row for row, (fault, skips) in enumerate(zip(is_faulty, skipped)) if fault and not skips]
-            if any(stray and not skips for stray, skips in zip(cycle.strays, skipped)):
-                self._end_drafts(warns=not cycle.faults)  # else the backbone itself may be at fault
-        return cycle
-
-    def _sound(self, cycle: Cycle) -> Cycle:
-        return self._without_drafts(cycle) if cycle.faults else cycle
-
-    def _skipped(self) -> list[bool]:
-        """Return which sequences get nothing in this cycle."""
-        return self.results.done
-
-    def _end_drafts(self, warns: bool = True) -> None:
-        """Draft nothing from now on, for the drafter computes no numbers."""
-        self.session = NoDrafts(self.empty)
-        if warns:
-            self.plan.call.drafter.warn_of_numbers()
-
-    def _without_drafts(self, cycle: Cycle) -> Cycle:
+    def _repaired(self, cycle: Cycle) -> Cycle:
         """Return a cycle of b alone in the place of one with faults; from then on nothing is drafted.
 
         What was drafted is not looked at: scores that drafts alone made none are those of a backbone at fault.
@@ -60,13 +28,15 @@ class GuardedLoop(SpeculativeLoop):
         are_scores = cycle.has_finite_scores()
         if are_scores and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
             self.verifier.takes_infinity = True  # processors made it, and plain decoding goes on from it
-            return self._sound(self._on_host(self._written(cycle)))
+            again = self._on_host(self.results.write(cycle))
+            return self._repaired(again) if again.faults else again
         if are_scores or cycle.fed.is_empty:
             raise cycle.refusal(self.plan.call.backbone, self.processing)
         self._end_drafts(warns=False)
         self._undo()
         self.results.statistics.backbone_calls += 1
-        cycle = self._sound(self._on_host(self._verified(self.empty, self._forward(self.empty))))
+        cycle = self._on_host(self._verified(*self._read(0, self.empty)))
+        cycle = self._repaired(cycle) if cycle.faults else cycle
         self.plan.call.drafter.warn_of_numbers()
         return cycle
 

@@ -1,14 +1,15 @@
 """Whether a call of `generate` drafts, and with what: the one place that decides it.
 
-`SpeculationPlan.of` reads the call's options and looks for reasons against drafts before transformers prepares the
-call, for other decoding methods are transformers' own. `admits` looks for those that the preparation shows, and
-`complete` makes what the loop needs. A reason is said in the user's words: "because of num_beams=4".
+`read_call` reads the call's options before transformers prepares the call, and looks for reasons against drafts there,
+for other decoding methods are transformers' own. `plan_of` then makes the plan of what transformers prepared, or
+returns the reason against it, in the user's words: "because of num_beams=4".
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from transformers import (
     Cache,
     EncoderDecoderCache,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
@@ -25,40 +27,30 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE
-from ..configuration.fields import (
-    chooses_blocks,
-    compresses_windows,
-    has_short_convolutions,
-    requested_states,
-    rotary_border,
-)
-from ..configuration.fields import (
-    field as field_of,
-)
 from .backbone.backbones import can_roll_back, check_trees, is_repackable, takes_fixed_size
 from .backbone.static import lacks_room, planned_cache
-from .backbone.target import layer_class
+from .backbone.target import traits_of
 from .call.keywords import USUAL, Keywords, keywords_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
 from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
 from .call.state import StateWatch
-from .contract import DraftSession, HiddenLayers, SpeculativeCache
+from .contract import DraftSession, HiddenLayers, SpeculativeCache, requested_states
 from .drafter import BaseDrafter
 from .forced import with_forced
 from .graphs import obstacle_to_fixed, obstacle_to_graphs
-from .tensors.wrapped_models import Kwargs, has_foreign_hooks, is_base, peft_arguments, untyped
+from .tensors.wrapped_models import Kwargs, has_foreign_hooks, peft_arguments
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
-_PLAIN = {
-    "num_beams": lambda value: (value or 1) == 1,
-    "use_cache": lambda value: value is not False,
-    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded", "static"),
-    "guidance_scale": lambda value: value in (None, 1),
-    "output_attentions": lambda value: not value,
-    "dola_layers": lambda value: value is None,
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 0, 1),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic", "offloaded", "static"),
+    "guidance_scale": (None, 1),
+    "output_attentions": (None, False),
+    "dola_layers": (None,),
 }
 """Fields of a GenerationConfig, and the values that allow speculation."""
 _UNREAD = {
@@ -68,6 +60,8 @@ _UNREAD = {
     "speculation_type": "the drafter that the call was given drafts",
 }
 """Fields of a GenerationConfig that transformers' own loops read and ours ignores, and the alternative."""
+_PREPARES = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+"""Methods of every model that make the keyword arguments of its forwards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,40 +72,35 @@ class Call:
         generate: The bound `generate` of the backbone's class, which trials of trees call, too.
         backbone: The target model.
         drafter: Makes the drafts.
-        own: The keyword arguments of `GENERATE_KWARGS`.
-        sources: The other ones, the config that was passed, and the model's own.
-        config: What transformers makes of them.
-        model_kwargs: Those that the model takes.
+        options: Of the call, completed by the drafter; `speculates` is the decision.
         new_cache: Makes a cache of the backbone's own class, if it has one.
+        has_user_cache: Whether the user passed the cache, and may look into it after the call.
+        streamer: Receives every column of tokens once all open sequences have it.
+        synced_gpus: Whether every peer calls the backbone until all of them are done.
     """
 
     generate: Callable[..., Any]
     backbone: PreTrainedModel
     drafter: BaseDrafter
-    own: Kwargs
-    sources: Sources
-    config: GenerationConfig
-    model_kwargs: Kwargs
+    options: CallOptions
     new_cache: Callable[[], SpeculativeCache] | None
+    has_user_cache: bool
+    streamer: BaseStreamer | None = None
+    synced_gpus: bool = False
 
 
-@dataclass(eq=False)
-class SpeculationPlan:
+@dataclass(frozen=True, eq=False)
+class Plan:
     """What the loop does in one call.
 
     Attributes:
         call: Before transformers prepared it.
-        options: Of the call, completed by the drafter; `speculates` is the decision.
-        has_user_cache: Whether the user passed the cache, and may look into it after the call.
-        streamer: Receives every column of tokens once all open sequences have it.
-        synced_gpus: Whether every peer calls the backbone until all of them are done.
         prompt: [B, L] int64.
-        processors: Prepared by transformers, as the next three.
         criteria: Stopping criteria.
         config: Of the call.
         model_kwargs: Keyword arguments of the model, the cache among them.
         keywords: Further keyword arguments of forwards after the prompt; None: there are none.
-        draft_options: The options for session and verifier.
+        draft_options: The options for session and verifier, the logits processors among them.
         verifier_model: Runs the forwards after the prompt; on tokens it computes what the backbone does.
         session: Proposes tokens.
         verifier: Verifies them.
@@ -119,123 +108,31 @@ class SpeculationPlan:
         schedule: Chooses the draft length; None: always as long as the session can.
         unfixed: Why the cycles on a static cache have no fixed shapes; None: they have, or the cache is another one.
         unrecorded: Why they are not recorded; see `graphs`.
-        models: All that runs in a cycle.
+        models: All that runs in a cycle of a static cache.
+        hidden_layers: The hidden states of the backbone that the call or the session reads.
     """
 
     call: Call
-    options: CallOptions
-    has_user_cache: bool
-    streamer: BaseStreamer | None = None
-    synced_gpus: bool = False
-    prompt: Tensor = field(init=False)
-    processors: LogitsProcessorList = field(init=False)
-    criteria: StoppingCriteriaList = field(init=False)
-    config: GenerationConfig = field(init=False)
-    model_kwargs: Kwargs = field(init=False)
-    keywords: Keywords | None = field(init=False, default=None)
-    draft_options: DraftOptions = field(init=False)
-    verifier_model: PreTrainedModel = field(init=False)
-    session: DraftSession = field(init=False)
-    verifier: Verifier = field(init=False)
-    watch: StateWatch | None = field(init=False, default=None)
-    schedule: AdaptiveSchedule | None = field(init=False, default=None)
-    unfixed: str | None = field(init=False, default=None)
-    unrecorded: str | None = field(init=False, default=None)
-    models: tuple[nn.Module, ...] = field(init=False, default=())
-
-    @classmethod
-    def of(cls, call: Call) -> SpeculationPlan:
-        """Return the plan of a call that transformers has not prepared yet.
-
-        Raises:
-            ValueError: An option or a combination that is not supported, or `use_mtp=True` where nothing is drafted.
-        """
-        options, drafter = _prepared_options(call), call.drafter
-        speculates, longest = options.use_mtp is not False, drafter.longest_draft()
-        if speculates and longest == 0:
-            speculates = False
-            if options.use_mtp:
-                logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
-        if speculates:
-            reason = _obstacle_before(call)
-            if reason is None:
-                _warn_of_unread(call.config)
-            else:
-                decode_plainly(reason, options)
-                speculates = False
-        if speculates and options.draft_tree is not None:
-            check_trees(call.backbone)
-        _refuse_source(_obstacle_of_config(call.config, of_drafts=False), options)
-        number = options.num_assistant_tokens or drafter.default_draft()
-        if longest is not None and number > longest > 0:
-            logger.warning_once(
-                f"num_assistant_tokens={number} exceeds window - 1 = {longest}; drafting {longest} tokens."
-            )
-        number = number if longest is None else min(number, longest)
-        options = replace(options, speculates=speculates, num_assistant_tokens=number)
-        return cls(call, options, call.model_kwargs.get(CACHE) is not None)
-
-    def admits(
-        self,
-        prompt: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        model_kwargs: Kwargs,
-    ) -> bool:
-        """Take what transformers has prepared, and return whether our loop decodes.
-
-        Raises:
-            ValueError: `use_mtp=True`, a seed or uniforms were passed, and are not possible here.
-        """
-        self.prompt, self.processors, self.criteria = prompt, processors, criteria
-        self.config, self.model_kwargs = config, model_kwargs
-        self.options = self.options.cut(self.call.backbone, prompt, config.max_length)
-        if not self.options.is_ours:
-            return False
-        reason = self._obstacle_after()
-        if reason is not None:
-            _refuse_source(reason, self.options)
-            decode_plainly(reason, self.options)
-        return reason is None
-
-    def complete(self) -> None:
-        """Make what the loop needs, once the tree of drafts is chosen."""
-        options, drafter, backbone = self.options, self.call.drafter, self.call.backbone
-        made = DraftOptions.of_call(options, backbone, self.config, self.processors, self.prompt)
-        self.draft_options, session = made, drafter.session(made)
-        self.session = with_forced(session, made, drafter.longest_draft()) if drafter.recorder is None else session
-        made.warn_of_threshold(session, type(drafter).__name__)
-        self.verifier_model, self.verifier = drafter.verifier_model(backbone), drafter.make_verifier(made, session)
-        self.schedule = drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
-        if made.drafts and made.processors:
-            self.watch = made.processing.watch()
-        if self._takes_static_cache():
-            self._plan_cache()
-
-    def _plan_cache(self) -> None:
-        """Choose what a call with `cache_implementation="static"` decodes on, and what of it is recorded."""
-        backbone, drafter, made = self.call.backbone, self.call.drafter, self.draft_options
-        has_singles = made.schedule == "adaptive" or not made.drafts
-        has_keywords = self.keywords is not None and not self.keywords.are_plain
-        self.unfixed = obstacle_to_fixed(made, self.session, self.verifier, has_keywords)
-        self.models = (self.verifier_model, *([drafter] if isinstance(drafter, nn.Module) else []))
-        self.unrecorded = self.unfixed or obstacle_to_graphs(*self.models)
-        kwargs = self.model_kwargs, self.config, has_singles, self.unfixed is None, self.unrecorded is None
-        self.model_kwargs[CACHE] = cache = planned_cache(backbone, *kwargs)
-        if (lack := lacks_room(backbone, len(self.prompt), cache)) is not None:
-            logger.warning_once(f"cache_implementation='static' is left out: {lack}; drafts are verified without it.")
-            self.unfixed, cache.room = lack, None
+    prompt: Tensor
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: Kwargs
+    keywords: Keywords | None
+    draft_options: DraftOptions
+    verifier_model: PreTrainedModel
+    session: DraftSession
+    verifier: Verifier
+    watch: StateWatch | None
+    schedule: AdaptiveSchedule | None
+    unfixed: str | None
+    unrecorded: str | None
+    models: tuple[nn.Module, ...]
+    hidden_layers: HiddenLayers
 
     @property
     def returns_cache(self) -> bool:
         """Whether somebody may look into the cache after the call."""
-        return bool(self.has_user_cache or self.config.return_dict_in_generate)
-
-    @property
-    def hidden_layers(self) -> HiddenLayers:
-        """The hidden states of the backbone that the call or the session reads."""
-        return requested_states(bool(self.config.output_hidden_states) or self.session.hidden_layers)
+        return bool(self.call.has_user_cache or self.config.return_dict_in_generate)
 
     @property
     def span(self) -> int:
@@ -259,35 +156,126 @@ class SpeculationPlan:
         keywords = {} if self.keywords is None else self.keywords.constant
         return *self.models, self.call.drafter, *of_session, *of_verifier, *chosen, keywords
 
-    def _takes_static_cache(self) -> bool:
-        """Return whether the call asks for a static cache on which drafts can be verified."""
-        is_static = self.config.cache_implementation == "static" and not self.has_user_cache
-        return is_static and takes_fixed_size(self.call.backbone)
 
-    def _obstacle_after(self) -> str | None:
-        """Return a reason against our loop that only transformers' preparation shows; None: there is none."""
-        model, model_kwargs, options = self.call.backbone, self.model_kwargs, self.options
-        counting = next((processor for processor in self.processors if counts_calls(processor)), None)
-        if counting is not None:
-            return f"{type(counting).__name__}, which counts its calls"
-        if "alora_offsets" in peft_arguments(model):
-            return "activated adapters of peft, whose alora_offsets count from the end of every forward"
-        embeds = model_kwargs.get("inputs_embeds")
-        unwritten = 0 if embeds is None else embeds.shape[1] - self.prompt.shape[1]
-        if unwritten and options.draft_tree == "auto":
-            return "draft_tree='auto' with inputs_embeds"
-        # a block may reach beyond the length limit, for drafts are cut after verification alone
-        end = self.config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, LONGEST_PATH)
-        reason = _obstacle_to_blocks(model, model_kwargs, self.prompt, end)
-        if reason is not None or not _has_keywords(model, model_kwargs):
-            return reason
-        found = keywords_of(model, model_kwargs, self.prompt)
-        if isinstance(found, str):
-            return found
-        self.keywords = found
-        if found.constant and self.call.drafter.verifier_model(model) is not model:
-            return f"{next(iter(found.constant))}="
-        return None
+def read_call(
+    generate: Callable[..., Any],
+    backbone: PreTrainedModel,
+    drafter: BaseDrafter,
+    own: Kwargs,
+    sources: Sources,
+    config: GenerationConfig,
+    model_kwargs: Kwargs,
+    new_cache: Callable[[], SpeculativeCache] | None,
+) -> Call:
+    """Return a call that transformers has not prepared yet.
+
+    Args:
+        generate: See `Call`, as `backbone`, `drafter` and `new_cache`.
+        backbone: See `Call`.
+        drafter: See `Call`.
+        own: The keyword arguments of `GENERATE_KWARGS`.
+        sources: The other ones, the config that was passed, and the model's own.
+        config: What transformers makes of them.
+        model_kwargs: Those that the model takes.
+        new_cache: See `Call`.
+
+    Raises:
+        ValueError: An option or a combination that is not supported, or `use_mtp=True` where nothing is drafted.
+    """
+    options = _prepared_options(backbone, drafter, own, sources, config)
+    speculates, longest, usual = options.use_mtp is not False, drafter.longest_draft(), drafter.default_draft()
+    if speculates and longest == 0:
+        speculates = False
+        if options.use_mtp:
+            logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
+    if speculates:
+        reason = _obstacle_before(backbone, drafter, config, model_kwargs, new_cache is not None)
+        if reason is None:
+            _warn_of_unread(config)
+        else:
+            decode_plainly(reason, options)
+            speculates = False
+    if speculates and options.draft_tree is not None:
+        check_trees(backbone)
+    if options.needs_our_loop:  # caches without rollback hinder drafts alone
+        _refuse_source(_obstacle_of_config(config, without="cache_implementation"), options)
+    number = options.num_assistant_tokens or usual
+    if longest is not None and number > longest > 0:
+        logger.warning_once(f"num_assistant_tokens={number} exceeds window - 1 = {longest}; drafting {longest} tokens.")
+    number = number if longest is None else min(number, longest)
+    options = replace(options, speculates=speculates, num_assistant_tokens=number)
+    return Call(generate, backbone, drafter, options, new_cache, model_kwargs.get(CACHE) is not None)
+
+
+def plan_of(
+    call: Call,
+    prompt: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: Kwargs,
+    choose_tree: Callable[[CallOptions], CallOptions],
+) -> Plan | str:
+    """Return what the loop does with what transformers prepared, or the reason for plain decoding.
+
+    Args:
+        call: Before that.
+        prompt: See `Plan`, as `criteria`, `config` and `model_kwargs`.
+        processors: The logits processors.
+        criteria: See `Plan`.
+        config: See `Plan`.
+        model_kwargs: See `Plan`; a static cache is replaced by one that drafts can be verified on.
+        choose_tree: Settles `draft_tree="auto"`.
+
+    Raises:
+        ValueError: A seed or uniforms were passed, and are not possible here.
+    """
+    backbone, drafter = call.backbone, call.drafter
+    options = call.options.cut(backbone, prompt, config.max_length)
+    if not options.is_ours:
+        return ""
+    keywords = _obstacle_after(call, options, prompt, processors, config, model_kwargs)
+    if isinstance(keywords, str):
+        _refuse_source(keywords, options)
+        return keywords
+    if options.draft_tree == "auto":
+        options = choose_tree(options)
+    made = DraftOptions.of_call(options, backbone, config, processors, prompt)
+    verifier_model, session = drafter.verifier_model(backbone), drafter.session(made)
+    verifier = drafter.make_verifier(made, session)
+    if made.threshold and made.speculates:
+        made.warn_of_threshold(session, type(drafter).__name__)
+    if made.processors and drafter.recorder is None:
+        session = with_forced(session, made, drafter.longest_draft())
+    unfixed = unrecorded = None
+    models = verifier_model, *([drafter] if isinstance(drafter, nn.Module) else [])
+    if config.cache_implementation == "static" and not call.has_user_cache and takes_fixed_size(backbone):
+        unfixed = obstacle_to_fixed(made, session, verifier, keywords is not None and not keywords.are_plain)
+        unrecorded = unfixed or obstacle_to_graphs(*models)
+        has_singles = made.schedule == "adaptive" or not made.speculates
+        kwargs = model_kwargs, config, has_singles, unfixed is None, unrecorded is None
+        model_kwargs[CACHE] = cache = planned_cache(backbone, *kwargs)
+        if (lack := lacks_room(backbone, len(prompt), cache)) is not None:
+            logger.warning_once(f"cache_implementation='static' is left out: {lack}; drafts are verified without it.")
+            unfixed, cache.room = lack, None
+    return Plan(
+        call=call,
+        prompt=prompt,
+        criteria=criteria,
+        config=config,
+        model_kwargs=model_kwargs,
+        keywords=keywords,
+        draft_options=made,
+        verifier_model=verifier_model,
+        session=session,
+        verifier=verifier,
+        watch=made.processing.watch() if made.speculates and made.processors else None,
+        schedule=drafter.schedule_of(session, made) if made.schedule == "adaptive" else None,
+        unfixed=unfixed,
+        unrecorded=unrecorded,
+        models=models,
+        hidden_layers=requested_states(bool(config.output_hidden_states) or session.hidden_layers),
+    )
 
 
 def decode_plainly(reason: str, options: CallOptions) -> None:
@@ -297,7 +285,9 @@ def decode_plainly(reason: str, options: CallOptions) -> None:
     logger.warning_once(f"Decoding one token at a time, without speculation, because of {reason}.")
 
 
-def _prepared_options(call: Call) -> CallOptions:
+def _prepared_options(
+    backbone: PreTrainedModel, drafter: BaseDrafter, own: Kwargs, sources: Sources, config: GenerationConfig
+) -> CallOptions:
     """Return the options of a call, completed by the drafter (`BaseDrafter.prepare_call`).
 
     The backbone's own config may set trees, slots and the like for another of its drafters: one that cannot follow it
@@ -306,7 +296,6 @@ def _prepared_options(call: Call) -> CallOptions:
     Raises:
         ValueError: An option that is invalid, or that this kind of drafter does not have.
     """
-    drafter, own, sources = call.drafter, call.own, call.sources
     # as an assistant in transformers' own loop, the backbone is passed the config of its target
     left_out = GENERATE_KWARGS[1:] if getattr(sources[1], "is_assistant", None) else ()
     options = CallOptions.read(own, sources, left_out, drafter.assistant_config())
@@ -314,13 +303,13 @@ def _prepared_options(call: Call) -> CallOptions:
         rules = " or ".join(map(repr, drafter.rules))
         raise ValueError(f"verification={options.verification!r} is unknown; choose {rules}")
     try:
-        return drafter.prepare_call(options, call.config)
+        return drafter.prepare_call(options, config)
     except ValueError as error:
         saved = _saved(own, sources)
-        if drafter is call.backbone or not saved:
+        if drafter is backbone or not saved:
             raise
-        options = drafter.prepare_call(CallOptions.read(own, sources, saved, drafter.assistant_config()), call.config)
-        logger.warning_once(f"The generation_config of {type(call.backbone).__name__} is not followed in all: {error}")
+        options = drafter.prepare_call(CallOptions.read(own, sources, saved, drafter.assistant_config()), config)
+        logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
         return options
 
 
@@ -333,36 +322,33 @@ def _saved(own: Kwargs, sources: Sources) -> tuple[str, ...]:
     return tuple(name for name in names if getattr(passed, name, None) in (None, getattr(of_model, name)))
 
 
-def _obstacle_before(call: Call) -> str | None:
+def _obstacle_before(
+    backbone: PreTrainedModel, drafter: BaseDrafter, config: GenerationConfig, model_kwargs: Kwargs, has_own_cache: bool
+) -> str | None:
     """Return a reason against drafts that the call's arguments show; None: there is none."""
-    backbone, config, model_kwargs = call.backbone, call.config, call.model_kwargs
-    cache, has_own_cache = model_kwargs.get(CACHE), call.new_cache is not None
+    cache = model_kwargs.get(CACHE)
     if isinstance(cache, StaticCache | EncoderDecoderCache):
         return f"{CACHE} of class {type(cache).__name__}"
     if not has_own_cache:
-        if not is_repackable(cache, backbone.config) and not isinstance(cache, SpeculativeCache):
+        if not (cache is None or is_repackable(cache, traits_of(backbone)) or isinstance(cache, SpeculativeCache)):
             return f"{CACHE} with layers that cannot be rolled back ({type(cache).__name__})"
-        if not can_roll_back(backbone) or not untyped(backbone)._supports_default_dynamic_cache():
+        if not can_roll_back(backbone) or not cast(Any, backbone)._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"
-    crosses = field_of(backbone.config.get_text_config(), "cross_attention_layers")
+    crosses = getattr(backbone.config.get_text_config(), "cross_attention_layers", None)
     if crosses and model_kwargs.get("pixel_values") is not None:
         return "pixel_values, whose states cross attention puts in the cache"
     has_ids = model_kwargs.get("inputs_embeds") is None or model_kwargs.get("input_ids") is not None
-    if call.drafter.reads_prompt and not has_ids:
+    if drafter.reads_prompt and not has_ids:
         return "inputs_embeds without the input_ids of the prompt"
     if config.cache_implementation == "static" and (has_own_cache or not takes_fixed_size(backbone)):
         return "cache_implementation='static'"
-    return _obstacle_of_config(config) or call.drafter.obstacle(config, model_kwargs)
+    return _obstacle_of_config(config) or drafter.obstacle(config, model_kwargs)
 
 
-def _obstacle_of_config(config: GenerationConfig, of_drafts: bool = True) -> str | None:
-    """Return an obstacle to our loop in a call on any backbone, in the user's words.
-
-    Caches without rollback hinder drafts alone: without `of_drafts` they are none.
-    """
-    for name, is_plain in _PLAIN.items():
-        value = getattr(config, name, None)
-        if not is_plain(value) and (of_drafts or name != "cache_implementation"):
+def _obstacle_of_config(config: GenerationConfig, without: str = "") -> str | None:
+    """Return an obstacle to our loop in a call on any backbone, in the user's words; the field `without` is none."""
+    for name, plain in _PLAIN.items():
+        if name != without and (value := getattr(config, name, None)) not in plain:
             return f"{name}={value!r}"
     if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
         return "contrastive search (penalty_alpha)"
@@ -373,6 +359,43 @@ def _obstacle_of_config(config: GenerationConfig, of_drafts: bool = True) -> str
     return None
 
 
+def _obstacle_after(
+    call: Call,
+    options: CallOptions,
+    prompt: Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: Kwargs,
+) -> Keywords | str | None:
+    """Return a reason against our loop that only transformers' preparation shows, or else `Plan.keywords`."""
+    model = call.backbone
+    for processor in processors:
+        if counts_calls(processor):
+            return f"{type(processor).__name__}, which counts its calls"
+    if "peft" in sys.modules and "alora_offsets" in peft_arguments(model):
+        return "activated adapters of peft, whose alora_offsets count from the end of every forward"
+    embeds = model_kwargs.get("inputs_embeds")
+    unwritten = 0 if embeds is None else embeds.shape[1] - prompt.shape[1]
+    if unwritten and options.draft_tree == "auto":
+        return "draft_tree='auto' with inputs_embeds"
+    # a block may reach beyond the length limit, for drafts are cut after verification alone
+    end = config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, LONGEST_PATH)
+    reason = _obstacle_to_blocks(model, model_kwargs, prompt, end)
+    if reason is not None:
+        return reason
+    is_usual = all(name not in vars(model) and _is_base(model, name) for name in _PREPARES)
+    if is_usual and not any(value is not None and name not in USUAL for name, value in model_kwargs.items()):
+        return None
+    found = keywords_of(model, model_kwargs, prompt)
+    if isinstance(found, Keywords) and found.constant and call.drafter.verifier_model(model) is not model:
+        return f"{next(iter(found.constant))}="
+    return found
+
+
+def _is_base(model: PreTrainedModel, name: str) -> bool:
+    return getattr(type(model), name, None) is getattr(GenerationMixin, name)
+
+
 def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: Kwargs, prompt: Tensor, end: int) -> str | None:
     """Return an obstacle to blocks of tokens in a call up to position `end`, of a backbone's positions or columns.
 
@@ -381,26 +404,19 @@ def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: Kwargs, prompt: Te
     chooses blocks of columns, tokens after padding may see nothing, and get the mean of all columns.
     """
     mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE), type(model).__name__
-    if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
+    traits = traits_of(model)
+    if traits.chooses_blocks and mask is not None and not bool(mask.all()):
         return f"padding in attention_mask of {name}, whose attention chooses blocks of columns"
-    is_offloaded = isinstance(cache, Cache) and cache.offloading
-    is_special = compresses_windows(model.config) or has_short_convolutions(model.config)
-    if is_offloaded and (layer_class(model.config) is not None or is_special):
+    is_special = traits.layer_type is not None or traits.compresses_windows or traits.convolves
+    if isinstance(cache, Cache) and cache.offloading and is_special:
         return f"an offloaded cache of {name}, whose attention reads columns its own way"
-    border = rotary_border(model.config.get_text_config())
+    border = traits.rotary_border
     if border is None or end <= border[1]:
         return None
     begins = prompt.shape[1] if mask is None else int(mask.sum(1).max())
     if border[0] == "longrope" and begins > border[1]:
         return None
     return f"rope_type={border[0]!r} of {name}, whose frequencies change at position {border[1]}"
-
-
-def _has_keywords(model: PreTrainedModel, model_kwargs: Kwargs) -> bool:
-    """Return whether forwards after the prompt may need other keyword arguments than those of every model."""
-    methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
-    is_usual = all(is_base(cast(Callable[..., object], method)) for method in methods)
-    return not is_usual or any(value is not None and name not in USUAL for name, value in model_kwargs.items())
 
 
 def _warn_of_unread(config: GenerationConfig) -> None:

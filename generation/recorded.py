@@ -14,15 +14,14 @@ from torch import Tensor
 
 from .backbone.static import StaticBackbone
 from .backbone.target import Target
-from .call.outputs import GenerateSpeculativeOutput, Graphs
-from .call.sequences import FixedSequences, NewTokens
+from .call.sequences import FixedSequences, Graphs, NewTokens
 from .contract import DraftTree, PrefillOutput
 from .graphs import Recorder, fingerprint, held_draft, obstacle_to_whole
 from .guarded import GuardedLoop
 from .loop import region_observer
-from .plan import SpeculationPlan
+from .plan import Plan
+from .results import Cycle, GenerateSpeculativeOutput
 from .stateful import StatefulLoop
-from .verification.cycles import Cycle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,14 +32,14 @@ _LENGTHS = 1, 2, 4
 class StaticLoop(GuardedLoop):
     """On a static cache without fixed shapes: nothing is recorded, and the statistics say why."""
 
-    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+    def __init__(self, plan: Plan, target: Target) -> None:
         super().__init__(plan, target)
         self.told = self.results.statistics.graphs = Graphs()
         if not _is_fixed(target):
             self.told.reasons["cycle"] = plan.unfixed or "another cache than transformers' own"
 
-    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
-        output = super()._finished()
+    def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
+        output = super().run(outputs, synced_gpus)
         if isinstance(self.target, StaticBackbone):
             self.told.buffer_bytes, self.told.buffers_made = self.target.buffer_use()
         return output
@@ -65,7 +64,7 @@ class RecordedLoop(StaticLoop):
     def _first(self, outputs: PrefillOutput) -> None:
         super()._first(outputs)
         plan, target, results = self.plan, self.target, self.results
-        assert isinstance(target, StaticBackbone)  # as `loop_of` sees to
+        assert isinstance(target, StaticBackbone)  # as `static_loop_of` sees to
         room, hold = target.layout.capacity - results.unwritten, target.held
         results.tokens = self.fixed = FixedSequences(results.tokens, room, hold)
         results.stopping.hold(hold, self.fixed.ids.device)
@@ -78,11 +77,11 @@ class RecordedLoop(StaticLoop):
             self.told.reasons["cycle"] = reason
         served = results.records, results.streamer, plan.schedule, results.table
         is_served = any(each is not None for each in served)
-        self.needs_host = is_served or self.session.reads_host or plan.synced_gpus  # between two cycles
+        self.needs_host = is_served or self.session.reads_host or plan.call.synced_gpus  # between two cycles
         if plan.unrecorded is not None:
             self.told.reasons["cycle" if self.is_whole else "forward"] = plan.unrecorded
         elif target.buffers is not None:
-            shape = fingerprint(*plan.marks, self.is_whole, results.table, self.hidden_layers, *target.marks)
+            shape = fingerprint(*plan.marks, self.is_whole, results.table, plan.hidden_layers, *target.marks)
             self.recorder = Recorder(target.buffers, shape, self.plan.verifier_model.device, self.told)
 
     def _drafts(self) -> bool:
@@ -96,7 +95,7 @@ class RecordedLoop(StaticLoop):
             return super()._length()
         # drafts beyond the end are cut
         self.target.last_position = None if self.results.table is None else self.results.table - 1
-        longest = self.lengths.length()
+        longest = most if self.schedule is None else self.schedule.length()
         return min(n for n in (0, *_LENGTHS, most) if n >= longest)
 
     def _is_steady(self) -> bool:
@@ -114,10 +113,10 @@ class RecordedLoop(StaticLoop):
             if cycle.faults and self.ahead is not None:  # it left no trace, so that the next one did its work
                 cycle, self.ahead = self._on_host(self.ahead), None
             if not cycle.faults:
-                return cycle, self._taken(cycle)[1]
+                return cycle, self.results.take(cycle)[1]
         else:
             cycle = self._on_host(self._verified(*self._region("forward", self._read, length, drafted)))
-        return self._settled(self._sound(cycle))
+        return self._settled(cycle)
 
     def _launched(self, length: int, drafted: DraftTree | None) -> Cycle:
         """Launch a whole cycle, and send what the host reads of it."""
@@ -153,14 +152,14 @@ class RecordedLoop(StaticLoop):
             cycle.shorten(self.results.tokens_left() - 1)
         return cycle
 
-    def _without_drafts(self, cycle: Cycle) -> Cycle:
-        cycle = super()._without_drafts(cycle)
+    def _repaired(self, cycle: Cycle) -> Cycle:
+        cycle = super()._repaired(cycle)
         if getattr(self.verifier, "takes_infinity", False):  # which no recording knew
             self.recorder = None
         return cycle
 
-    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
-        output = super()._finished()
+    def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
+        output = super().run(outputs, synced_gpus)
         if self.ahead is not None and self.told.replayed:
             self.told.replayed["cycle"] -= 1
         return output
@@ -174,16 +173,12 @@ class StatefulRecordedLoop(StatefulLoop, RecordedLoop):
     """In constant tensors, with processors that may have a state."""
 
 
-def loop_of(plan: SpeculationPlan, target: Target) -> GuardedLoop:
-    """Return the loop of a call: of a static cache or another, with processors that may have a state or without."""
+def static_loop_of(plan: Plan, target: Target) -> StaticLoop:
+    """Return the loop of a call with `cache_implementation="static"`."""
     is_stateful = plan.watch is not None
-    if plan.config.cache_implementation != "static":
-        kind = StatefulLoop if is_stateful else GuardedLoop
-    elif _is_fixed(target):
-        kind = StatefulRecordedLoop if is_stateful else RecordedLoop
-    else:
-        kind = StatefulStaticLoop if is_stateful else StaticLoop
-    return kind(plan, target)
+    if _is_fixed(target):
+        return (StatefulRecordedLoop if is_stateful else RecordedLoop)(plan, target)
+    return (StatefulStaticLoop if is_stateful else StaticLoop)(plan, target)
 
 
 def _is_fixed(target: Target) -> bool:

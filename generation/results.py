@@ -1,31 +1,159 @@
-"""The text of one call of `generate` and what is said of it: what the loop fills, streams, and returns in the end."""
+"""What the host reads of a cycle, and the text of a call that it is added to: streamed, counted, and returned."""
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.cache_names import CACHE
-from ..configuration.fields import learned_positions
-from .backbone.target import Target
-from .call.outputs import GenerateSpeculativeOutput, Speculation
+from .backbone.target import Target, traits_of
+from .call.processing import Processing
 from .call.records import Records
-from .call.sequences import NewTokens, Sequences
+from .call.sequences import NewTokens, Sequences, Speculation
 from .call.stopping import Stopping
-from .contract import DraftTree, TargetOutput
-from .plan import SpeculationPlan
-from .tensors.wrapped_models import untyped
-from .verification.cycles import Cycle
+from .contract import DraftTree, TargetOutput, VerificationResult
+from .plan import Plan
+from .tensors.masks import cached_arange
+
+_NO_NUMBER = 0xFF << 23
+"""The bits of a float32 that are all set in NaN and in infinity, and in no number."""
+_MASKED = -1 << 23
+"""The bits of -inf as int32: what was noted of a row that processors masked."""
+
+
+@dataclass(eq=False)
+class Cycle:
+    """One verification, and what the host reads of it.
+
+    Attributes:
+        fed: The tree that the backbone read; `tree` is the one that was verified.
+        outputs: Of the backbone.
+        scores: [B, m + 1, v], after the logits processors.
+        result: Of the verification.
+        numbers: [B], NaN or +inf where a draft was chosen from what is no number; None: not known. Such a draft is
+            never accepted in sampled calls, and is verified as any in others.
+        accepted: Accepted drafts per sequence; -1: it gets not even a token.
+        new: New tokens per sequence, and what follows them in `result.tokens`.
+        drafts: Real drafts per sequence.
+        faults: Open sequences that would go on from scores that are no numbers.
+        strays: Sequences where `numbers` are none; of their drafts those that were accepted count.
+        rows: `Verifier.path_rows`, or [B, 1].
+        report: [B, n] int64, all that the host reads.
+        arrival: On an accelerator, when a report that was sent has arrived.
+    """
+
+    fed: DraftTree
+    tree: DraftTree
+    outputs: TargetOutput
+    scores: Tensor
+    result: VerificationResult
+    numbers: Tensor | None = None
+    accepted: list[int] = field(default_factory=list)
+    new: list[list[int]] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+    strays: list[bool] = field(default_factory=list)
+    rows: Tensor | None = None
+    report: Tensor | None = None
+    arrival: torch.cuda.Event | None = None
+
+    def send(self) -> Cycle:
+        """Begin to copy the report to the host, which goes on meanwhile: what runs next may write to its tensors."""
+        assert self.report is not None
+        sent = replace(self, report=self.report.to("cpu", non_blocking=True, copy=True))  # [B, n], in pinned memory
+        if self.report.is_cuda:
+            sent.arrival = torch.cuda.Event()
+            sent.arrival.record(torch.cuda.current_stream(self.report.device))
+        return sent
+
+    def write(self, rows: Tensor | None) -> None:
+        """Write the report; see `rows`."""
+        self.rows = rows
+        floats = [part for part in (None if self.numbers is None else self.numbers[:, None], rows) if part is not None]
+        joined = torch.cat(floats, 1) if len(floats) > 1 else floats[0] if floats else None  # [B, up to 1 + r]
+        bits = None if joined is None else joined.float().view(torch.int32).long()  # `cat` copies one dtype at once
+        counts = [part[:, None] for part in (self.result.num_accepted, self.tree.num_nodes) if part is not None]
+        parts = counts if bits is None else [*counts, bits]
+        # [B, up to 3 + r + (k + 1) + m]
+        self.report = torch.cat([*parts, self.result.tokens, self.tree.tokens], dim=1)
+
+    def read(self, skipped: list[bool]) -> None:
+        """Read the report, in one copy; sequences that are `skipped` get nothing, and are at no fault."""
+        assert self.report is not None
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        real, numbers, width = self.tree.num_nodes, self.numbers, self.result.tokens.shape[1]
+        start = 1 if real is None else 2
+        first = start + (numbers is not None)
+        text = first + (0 if self.rows is None else self.rows.shape[1])
+        self.faults, self.strays, self.accepted, self.new, self.drafts = [], [], [], [], []
+        for row, (ids, skips) in enumerate(zip(self.report.tolist(), skipped)):
+            read = ids[first : min(text, first + 1 + ids[0])]
+            if not skips and any(number & _NO_NUMBER == _NO_NUMBER for number in read):
+                self.faults.append(row)
+            is_known = numbers is not None and ids[start] != _MASKED
+            is_stray = is_known and ids[start] & _NO_NUMBER == _NO_NUMBER
+            self.strays.append(is_stray and not skips)
+            self.accepted.append(-1 if skips else ids[0])
+            self.new.append(ids[text : text + width])
+            drafts = ids[text + width :] if real is None else ids[text + width :][: ids[1]]
+            # how many were drafted before such a number only the device knows
+            self.drafts.append(self.new[-1][: ids[0]] if is_stray else drafts)
+
+    def is_sound(self) -> Tensor | None:
+        """Return which sequences are not at fault, [B] bool on the device; None: nothing looks at any."""
+        if self.rows is None:
+            return None
+        is_after = cached_arange(self.rows.shape[1], self.rows.device) > self.result.num_accepted[:, None]  # [B, r]
+        return (self.rows.isfinite() | is_after).all(1)
+
+    def shorten(self, longest: int) -> None:
+        """Count no more drafts than so many, which could be accepted: longer ones were drafted to keep a shape."""
+        self.accepted = [min(count, longest) for count in self.accepted]
+        if self.tree.is_chain:
+            self.drafts = [draft[:longest] for draft in self.drafts]
+
+    def has_finite_scores(self) -> bool:
+        """Return whether the backbone's scores of the faulty sequences are numbers; the host waits."""
+        return bool(self.outputs.logits[self.faults].amax(-1).isfinite().all())
+
+    def refusal(self, backbone: object, processing: Processing | None) -> ValueError:
+        """Return the error of a sequence that has no token to choose."""
+        first = f"sequence {self.faults[0]}"
+        if not self.has_finite_scores():
+            return ValueError(
+                f"{first}: the scores of the backbone itself ({type(backbone).__name__}) are not finite: NaN, +inf, or "
+                "-inf for every token; look for a damaged checkpoint, or an overflow in half precision"
+            )
+        constraints = [] if processing is None else processing.constraints.all
+        names = ", ".join(type(processor).__name__ for processor in constraints)
+        return ValueError(
+            f"{first} has no token to choose: its scores are NaN, or all -inf, after the logits processors, and those "
+            f"of the backbone are finite; look for processors that exclude every token (here: {names or 'none'})"
+        )
+
+
+@dataclass
+class GenerateSpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What `generate(return_dict_in_generate=True)` returns: transformers' output, and the statistics.
+
+    Attributes:
+        speculation: Counts and times of this call.
+    """
+
+    speculation: Speculation | None = None
 
 
 class Results:
     """The sequences of one call, and where they end.
 
     Args:
-        plan: Complete (`SpeculationPlan.complete`).
+        plan: Of the call.
         target: With the prompt in its cache.
 
     Attributes:
@@ -34,19 +162,19 @@ class Results:
         statistics: What is returned of them.
     """
 
-    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+    def __init__(self, plan: Plan, target: Target) -> None:
         prompt, config = plan.prompt, plan.config
         self.plan, self.target, self.session, self.config = plan, target, plan.session, config
-        self.streamer, self.pad = plan.streamer, plan.draft_options.pad
+        self.streamer, self.pad = plan.call.streamer, plan.draft_options.pad
+        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
+        self.statistics.backbone_calls = 1
+        self.table = traits_of(plan.call.backbone).table
         self.tokens, self.streamed, self.done = Sequences(prompt), prompt.shape[1], [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
         self.stopping = Stopping(plan.criteria, self.pad, self.records and self.records.scores_of)
-        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
-        self.statistics.backbone_calls = 1
         # columns of the cache without ids: embeddings, or an earlier call's
         self.unwritten = target.mask.shape[1] - prompt.shape[1] if target.has_columns else 0
-        self.table = learned_positions(plan.call.backbone.config.get_text_config())
         self.starts = target.next_positions() if self.table is not None and target.has_columns else None
         most = self.stopping.tokens_left(prompt.shape[1])
         leaves_table = self.starts is not None and self.table is not None and max(self.starts) + most > self.table
@@ -69,18 +197,30 @@ class Results:
         """Return how many tokens the length limit leaves for the shortest open sequence."""
         return self.stopping.most_left(self.tokens.lengths, self.done)
 
-    def take(self, cycle: Cycle, accepted: list[int], is_prefill: bool = False) -> NewTokens:
-        """Add verified tokens to the sequences, records and statistics, and return them, cut where sequences end.
+    def write(self, cycle: Cycle) -> Cycle:
+        """Write new tokens, and what the host reads of a cycle."""
+        self.tokens.write(cycle.result.tokens)
+        rows = self.plan.verifier.path_rows(cycle.result)
+        if self.plan.draft_options.processors and cycle.fed.auxiliary is not None:  # which may make numbers of NaN
+            largest = cycle.outputs.logits.amax((1, 2))[:, None]  # [B, 1]
+            rows = largest if rows is None else rows + largest
+        cycle.write(rows)
+        return cycle
+
+    def take(self, cycle: Cycle, is_prefill: bool = False) -> tuple[NewTokens, list[int]]:
+        """Add verified tokens to the sequences, records and statistics, cut where sequences end.
 
         Args:
             cycle: What the host has read.
-            accepted: Accepted drafts per sequence; -1: it gets not even a token.
             is_prefill: The token after the prompt.
+
+        Returns:
+            The new tokens, and the accepted drafts of the sequences that were open.
         """
+        before, accepted = self.done, cycle.accepted
         verified = [ids[: count + 1] for ids, count in zip(cycle.new, accepted)]
-        before = self.done
         if self.records is not None:
-            counts = [0 if done else count + 1 for count, done in zip(accepted, before)]
+            counts = [count + 1 for count in accepted]
             path = cycle.result, cycle.tree
             scores = TargetOutput(cycle.scores).along(*path).logits
             self.records.add(cycle.outputs.along(*path), scores, counts, is_prefill)
@@ -90,14 +230,13 @@ class Results:
         if self.records is not None:
             self.records.cut([n + count for n, count in zip(self.tokens.num_new, counts)])
         if not is_prefill:
-            asked = [-1 if old else count for count, old in zip(accepted, before)]
-            self.statistics.count(asked, counts, self.done, cycle.drafts, cycle.tree.depth)
+            self.statistics.count(accepted, counts, self.done, cycle.drafts, cycle.tree.depth)
         self.tokens.keep(new_tokens)
         self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
         self.tokens.drafted_on_host = [len(draft) for draft in cycle.drafts]
         if self.streamer is not None:
             self._stream(self.streamer)
-        return new_tokens
+        return new_tokens, [count for count, done in zip(accepted, before) if not done]
 
     def _stream(self, streamer: BaseStreamer) -> None:
         lengths, ends = self.tokens.lengths, None
@@ -138,7 +277,7 @@ class Results:
             logits=logits,
             hidden_states=hidden_states,
             speculation=self.statistics,
-            **untyped({CACHE: self.target.cache}),
+            **cast(Any, {CACHE: self.target.cache}),
         )
 
     def _drop_what_ran_ahead(self, ends: list[int]) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from .backbone.target import Target
 from .contract import DraftTree, TargetOutput
 from .guarded import GuardedLoop
-from .plan import SpeculationPlan, decode_plainly
+from .plan import Plan, decode_plainly
+from .results import Cycle
 from .trees.building import up_to
-from .verification.cycles import Cycle
 
 
 class StatefulLoop(GuardedLoop):
@@ -29,15 +29,15 @@ class StatefulLoop(GuardedLoop):
     limits: list[int] | None = None
     is_plain = is_trial = False
 
-    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+    def __init__(self, plan: Plan, target: Target) -> None:
         super().__init__(plan, target)
-        assert plan.watch is not None  # as `loop_of` sees to
+        assert plan.watch is not None  # as `speculative_decoding` sees to
         self.watch = plan.watch
 
     def _length(self) -> int:
         return 0 if self.is_trial else super()._length()
 
-    def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool = False) -> Tensor:
+    def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool) -> Tensor:
         """See `SpeculativeLoop`, and the file."""
         watch, processing, self.limits = self.watch, self.plan.draft_options.processing, None
         tokens, done = self.results.tokens, self.results.done
@@ -53,7 +53,7 @@ class StatefulLoop(GuardedLoop):
             return scores
         self.is_plain = True
         self._end_drafts(warns=False)
-        decode_plainly(f"{watch.name}, whose state moves in its calls", self.plan.options)
+        decode_plainly(f"{watch.name}, whose state moves in its calls", self.plan.draft_options)
         if is_prefill or was_trial:
             return scores
         watch.restore()
@@ -72,16 +72,11 @@ class StatefulLoop(GuardedLoop):
             return Cycle(tree, tree, outputs, scores, result, numbers)
         if self.is_plain and tree is not self.empty:  # since this cycle: its drafts were read, and are dropped
             first = TargetOutput(outputs.logits[:, :1], outputs.first(1))
-            return Cycle(tree, self.empty, first, scores, self._picked(scores), numbers)
+            return Cycle(tree, self.empty, first, scores, self.verifier.picked(scores, self.results.tokens), numbers)
         return super()._judged(tree, outputs, scores, numbers)
 
     def _skipped(self) -> list[bool]:
         return [done or waits for done, waits in zip(self.results.done, self._waiting())]
-
-    def _accepted(self, cycle: Cycle) -> list[int]:
-        if not self.is_plain:
-            return cycle.accepted
-        return [-1 if waits else count for count, waits in zip(cycle.accepted, self._waiting())]
 
     def _waiting(self) -> list[bool]:
         """Return which sequences are further on than others, and wait for these."""

@@ -44,8 +44,7 @@ def _flattened(path: Path) -> tuple[str, list[Path]]:
     """Return the source of a module in a bundle, and the files that it imports."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is not there, so that code cannot be saved with a model: install tokenahead with its source, or "
-            "save with remote_code='package' or None"
+            f"{path} is not there: to save code with a model, install tokenahead with its source; or remote_code=None"
         )
     targets = []
 

@@ -140,19 +140,15 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, 
     """Return the class, the configuration and the facts of a model that drafts, without opening weights.
 
     Raises:
-        TypeError: Neither a config nor a model, or one without a multi-token head.
+        TypeError: One without a multi-token head.
     """
     model = config_or_model if isinstance(config_or_model, PreTrainedModel) else None
     config = config_or_model if model is None else model.config
-    if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
     # not `config.architectures`: official files name classes of the official code
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), object)
     kind: Any = known if model is None else type(model)
     if not issubclass(kind, BaseDrafter):
-        raise TypeError(
-            f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
-        )
+        raise TypeError(f"{type(config).__name__} is no config of a model that drafts, or of a drafter")
     return kind, config, kind.facts(config, model)
 
 
@@ -175,10 +171,7 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
     """
     path = Path(folder) / "README.md"
     if path.exists() and not overwrite and not is_generated(path):
-        raise FileExistsError(
-            f"{path} was written or edited by hand and would be lost; pass overwrite=True to replace it, "
-            "or write the card to another directory"
-        )
+        raise FileExistsError(f"{path} was written or edited by hand; pass overwrite=True to replace it")
     return replace_file(path, str(card))
 
 
@@ -200,9 +193,7 @@ def check_no_local_path(text: str) -> None:
     for match in _PATH.finditer(text):
         path = match[0].rstrip(".,;:)'\"`")
         if path.startswith(_PRIVATE) or match["drive"] or Path(path).exists():
-            raise ValueError(
-                f"the card would show {path!r}, a path of one machine: name a repository of the Hub, or a bare file"
-            )
+            raise ValueError(f"the card would show {path!r}, a path of one machine: name a repository of the Hub")
 
 
 class _Block(str):

@@ -48,9 +48,7 @@ def make_card(request: CardRequest) -> Path:
     known: dict[str, Any] = {"model_name": Path(source).resolve().name} | _known(source)
     asked = {"model_name": request.name, "license": request.license, "base_model": request.base_model}
     known |= {name: value for name, value in (asked | {"language": request.language}).items() if value}
-    # a bundle of the Hub is taken for granted; the one line of `"package"` is no use without this library
-    code = Path(source) / CODE_DIRECTORY
-    has_code = not is_directory or len([*code.glob("modeling_*.py")]) > 1
+    has_code = not is_directory or (Path(source) / CODE_DIRECTORY).is_dir()  # a bundle of the Hub is taken for granted
     known |= {"repo_id": None if is_directory else source, "remote_code": "bundle" if has_code else None}
     try:
         card = render_card(model, own, compared=others, **known)

@@ -1,6 +1,9 @@
-"""A directory that serving engines read: official names and fields, copies of embeddings and head.
+"""Directories that serving engines read: models with modules, retrofitted backbones, and drafters that stand apart.
 
-The report tells families whose directories were run in an engine from those whose loader was read.
+Names and fields are official, with copies of embeddings and head. vLLM has no code for modules of Llama, Qwen or
+Mistral, and refuses tensors of layers that a backbone does not have. But it takes a drafter from a directory of its
+own, and two families that it knows hold our module tensor for tensor: Hy3 (attention without biases) and MiMo (with
+biases of q, k and v). docs/serving.md says which families were run in an engine, how, and why others were not.
 """
 
 from __future__ import annotations
@@ -8,10 +11,12 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import suppress
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,88 +31,60 @@ from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.main_model import has_towers
 from ..training.utils import replace_file
-from .drafter_folders import (
-    RUN_AS_HERE,
-    ExportReport,
-    check_retrofit,
-    overrides,
-    sampling_on_cpus,
-    save_retrofit,
-    write_drafter,
-)
+from .vllm_proposer import OPTION, HeadProposer
 
-_ENGINE_ONLY = {
-    "longcat_flash": "it has no weights of zero experts, which engines do not take and transformers allocates",
-    "mimo": "its config.json names the configuration of Qwen2, for vLLM has none of MiMo-7B",
-}
-"""Families whose directories are for engines alone, and why."""
-MEASURED = {
-    "vllm": (
-        *("deepseek_v3", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_ocr", "hy_v3"),
-        *("mimo", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    )
-}
-"""Families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): outputs and drafts were as here."""
+MEASURED = (
+    *("deepseek_v3", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_ocr", "hy_v3"),
+    *("mimo", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
+"""Families whose exported directories were run in vLLM 0.32.0 on CPUs: outputs and drafts were as here."""
 ENGINES = {
     "vllm": (
-        *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe"),
-        *("glm4_moe_lite", "glm_moe_dsa", "glm_ocr", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h"),
-        *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        *(*MEASURED, "bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "longcat_flash", "nemotron_h", "qwen3_5_moe"),
     ),
     "sglang": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
 }
 """The families whose directories were compared with what each engine loads, at least."""
-_ON_GPUS = "vLLM 0.32's code for it is for GPUs, where nothing was tried; on a CPU it ends with "
-_QSA = _ON_GPUS + "'Qwen4Exp QSA requires FlashAttention' (vllm/models/qwen4_exp/nvidia/qsa.py)"
-_REFUSED = {
-    "deepseek_v4": "transformers writes names and fields of its own (`model.layers.*.attn.norm`, layer_types), and "
-    "vLLM's loader knows the official ones, `layers.*.attn.kv_norm` and compress_ratios "
-    "(vllm/models/deepseek_v4/attention.py)",
-    "dots3_note_text": "vLLM 0.32 knows the whole dots3_note, and no model of its text alone (vllm/models/dots3_note)",
-    "glm4v_moe": "vLLM 0.32 maps Glm4vMoeForConditionalGeneration to no class for modules (vllm/config/speculative.py)",
-    "glm5_next": _ON_GPUS + "'Sparse Attention is not supported on CPU' (vllm/platforms/cpu.py)",
-    "hy_v4": "transformers writes the gates of its MLPs as `mlp.linear_gate`, and vLLM's loader knows `mlp.gate_proj` "
-    "(vllm/models/hy_v4/nvidia/mtp.py)",
-    "inkling_mm_model": "transformers writes layer_types, mlp_layer_types and num_mtp_layers, and vLLM reads "
-    "local_layer_ids, dense_mlp_idx, use_embed_norm and mtp_config of the official files "
-    "(vllm/models/inkling/configs.py, vllm/config/speculative.py)",
-    "inkling_text": "transformers writes names of its own for the text alone (`model.layers.*.self_attn.q_proj`), and "
-    "vLLM's loader knows the official ones, `model.llm.layers.*.attn.wq_du` (vllm/models/inkling/nvidia/model.py)",
-    "minimax_m3_vl": _ON_GPUS + "'No Unquantized MoE backend supports the deployment configuration' "
-    "(vllm/model_executor/layers/fused_moe/oracle/unquantized.py)",
-    "qwen4_exp": _QSA,
-    "qwen4_exp_text": _QSA,
-    "step3p7": "vLLM reads fields of the configuration that came with the official files (vision_config.width, "
-    "att_impl_type, ...), which transformers' classes do not have (vllm/model_executor/models/step3p{5,7}.py)",
-}
-"""Families whose directories vLLM could not load, or was not observed to load, and why; it has code for most."""
-_NATIVE = (
-    """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here, """
-    """and --attention-backend CPU_MLA, "attention_backend": "CPU_MLA" in --speculative-config, in float32 with AMX"""
+LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
+"""Families whose backbones vLLM serves with a module in a directory of its own, and the layout of that."""
+PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
+INSTALL = "pip install --no-deps PATH_OR_WHEEL (a clone of this library, or its wheel)"
+_WAS_RUN = (
+    "directories of this kind were run in vLLM 0.32.0 on an x86 CPU, in float32: greedy text equal, drafts as here"
 )
-_RECURRENT = " (in bfloat16, with --no-enable-prefix-caching, which its kernels for CPUs want)"
-_VISION = "; vLLM's file of it imports torchvision, of which PyPI has builds for CUDA alone"
-_NOTES = {
-    "deepseek_v3": _NATIVE,
-    "glm4_moe_lite": _NATIVE,
-    "glm_ocr": _VISION,
-    "ernie4_5_moe": " but for one in twenty: its module has rotary positions of another kind there",
-    "mimo_v2_flash": " where a text is shorter than sliding_window; beyond it vLLM attends to one token fewer (read)",
-    "qwen3_5": _RECURRENT + _VISION,
-    "qwen3_5_moe_text": _RECURRENT + _VISION,
-    "qwen3_5_text": _RECURRENT + _VISION,
-    "qwen3_next": _RECURRENT,
-}
-_SPARSE = "vLLM 0.32 has no sparse attention on CPUs (vllm/platforms/cpu.py)"
-_NOT_RUN = {
-    "bailing_hybrid": "the version of transformers that vLLM 0.32 pins has no configuration of it",
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
-    "longcat_flash": "its routing to zero experts is kernels for GPUs in vLLM 0.32; with these replaced in PyTorch, "
-    "text and drafts were as here on a CPU",
-    "nemotron_h": "vLLM 0.32 has experts with is_act_and_mul=False on GPUs alone (fused_moe/config.py)",
-}
-"""Why families could not be run."""
+_ON_CPUS = (
+    "on CPUs vLLM 0.32 itself answers sampled requests with drafts wrongly, and greedy ones in their batch, and ends "
+    f"at top_k; this library mends that where it is installed in vLLM's environment: {INSTALL}"
+)
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters"),
+)
+_HY3_NAMES = {"norm.": "final_layernorm.", "block.": ""}
+_MIMO_NAMES = {"enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.", **_HY3_NAMES}
+_HY3_FIELDS = {"num_experts": 1, "num_experts_per_tok": 1, "num_shared_experts": 0, "moe_intermediate_size": 8}
+_OURS = ("num_nextn_predict_layers", "keys_to_ignore_at_inference")
+"""Fields that only a model with modules has."""
+_BIASED = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass
+class ExportReport:
+    """A written directory, its engine, number of tensors and command, and differences from this library as warnings.
+
+    `checked` says how such directories were tested; `print(report)` shows all of it.
+    """
+
+    folder: Path
+    engine: str
+    num_tensors: int
+    command: str
+    checked: str
+    warnings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: {self.num_tensors} tensors for {self.engine}", f"  serve:   {self.command}"]
+        return "\n".join([*lines, f"  checked: {self.checked}", *(f"  warning: {text}" for text in self.warnings)])
 
 
 def export(
@@ -143,8 +120,8 @@ def export(
 
     Raises:
         TypeError: Another kind of model.
-        ValueError: An unknown engine, a family that it cannot serve, a model without modules, more modules than it
-            loads, or an option that has no meaning for this model.
+        ValueError: An unknown engine, a family that it cannot serve, a model without modules, or more modules than it
+            loads.
 
     Example:
         >>> print(export(model, "served", engine="vllm", tokenizer=tokenizer))
@@ -154,26 +131,14 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
-    options = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
-    reason = getattr(model, "not_served", BaseDrafter.not_served)
-    kind = type(untyped(model))
-    if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseDrafter):
-        reason = (
-            "a plain model is written by its own save_pretrained; to draft for it, use DeepSeekMTP.from_backbone, "
-            "MTPHeads.from_backbone or EagleHead.from_backbone"
-        )
-    if reason is not None:
+    if (reason := _not_served(model)) is not None:
         raise TypeError(f"export takes no {type(model).__name__}: {reason}")
-    family = None if model.is_apart else family_of(model.config)
-    reason = f"{type(model).__name__} is served with its backbone's own directory"
-    if family is not None:
-        options, reason = {"copies": copies}, f"files of model_type={model.config.model_type!r} have none"
-    if family is None or not family.copies:
-        refuse((value is not None, f"{name}={value!r} would not be read: {reason}") for name, value in options.items())
-    if family is None:
-        return write_drafter(model, Path(folder), engine)
+    folder = Path(folder)
+    if model.is_apart:
+        return _export_drafter(model, folder, engine)
+    family = family_of(model.config)
     _check_model(model, engine)
-    warnings, folder = _warnings(model, engine), Path(folder)
+    warnings = [_ON_CPUS] if engine == "vllm" else []
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with whole_directory(folder, replaced=() if family.retrofit else [DRAFT_VOCABULARY]) as written:
         if family.retrofit:
@@ -186,7 +151,48 @@ def export(
             num_tensors = len(tensor_dtypes(main))
         _drop_options_of_generate(main / "generation_config.json")
         warnings += _save_tokenizer(model, tokenizer, main)
-    return ExportReport(folder, engine, num_tensors, command, warnings, [_checked(model, engine)])
+    was_run = family.retrofit or (engine == "vllm" and model.config.model_type in MEASURED)
+    checked = _WAS_RUN if was_run else f"the layout follows {engine}'s loader, which was read and not run"
+    return ExportReport(folder, engine, num_tensors, command, checked, warnings)
+
+
+def _not_served(model: Any) -> str | None:
+    kind = type(untyped(model))
+    if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseDrafter):
+        return "a plain model is written by its own save_pretrained; DeepSeekMTP.from_backbone, for one, drafts for it"
+    return getattr(model, "not_served", BaseDrafter.not_served)
+
+
+def _export_drafter(drafter: Any, folder: Path, engine: str) -> ExportReport:
+    """Write a drafter that stands apart."""
+    speculative = drafter.export_to(engine, folder)
+    backbone = drafter.config.base_model_name_or_path or "BACKBONE"
+    num_tensors, method = len(tensor_dtypes(folder)), speculative["method"]
+    if engine == "sglang":
+        command = (
+            f"python -m sglang.launch_server --model-path {shlex.quote(backbone)} --speculative-algorithm "
+            f"{method.upper()} --speculative-draft-model-path {shlex.quote(str(folder))} "
+            "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+        )
+        return ExportReport(folder, engine, num_tensors, command, "SGLang's loader was read and not run")
+    is_ours = method == "custom_class"  # then `HeadProposer` drafts there
+    speculative = {"method": method, "model": PROPOSER if is_ours else str(folder)} | speculative
+    words = ["vllm", "serve", backbone, "--speculative-config", json.dumps(speculative)]
+    warnings, checked = [_ON_CPUS], _WAS_RUN
+    if is_ours:
+        words += ["--additional-config", json.dumps({OPTION: str(folder)})]
+        warnings = [
+            f"install this library in vLLM's environment, whose pin of transformers is older: {INSTALL}",
+            "tensor parallelism was read in vLLM's source, and not run; vLLM calls custom_class experimental",
+        ]
+        if not drafter.family.is_built_in:
+            warnings.append(
+                f"vLLM's processes must import the module that registers head_type={drafter.config.head_type!r}: by a "
+                "plugin (entry points of the group vllm.general_plugins)"
+            )
+        if not drafter.family.is_built_in or drafter.family.circuit is None:
+            checked = "directories of this kind were not run in vLLM"
+    return ExportReport(folder, engine, num_tensors, shlex.join(words), checked, warnings)
 
 
 def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> None:
@@ -225,56 +231,44 @@ def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _check_model(model: DeepSeekMTP, engine: str) -> None:
-    """Refuse a model whose directory an engine would not load."""
+    """Refuse a model whose directory an engine would not load, or run wrongly."""
     model_type, count = model.config.model_type, model.num_modules
     if not count:
         raise ValueError("the model was loaded without its modules (inference_only=True); load them to export them")
     if engine == "vllm" and family_of(model.config).retrofit:
-        check_retrofit(model)
-    elif engine == "vllm" and model_type in _REFUSED:
-        raise ValueError(f"vllm gets no export of {model_type!r}: {_REFUSED[model_type]}")
+        _check_retrofit(model)
     elif model_type not in ENGINES[engine]:
         raise ValueError(
-            f"no export of {model_type!r} was compared with what {engine} loads (those of {', '.join(ENGINES[engine])} "
-            "were); serve the backbone alone: model.main.save_pretrained(directory)"
+            f"no export of {model_type!r} was compared with what {engine} loads (docs/serving.md); serve the backbone "
+            "alone: model.main.save_pretrained(directory)"
         )
-    if engine == "sglang" and count > 1:
-        raise ValueError(f"SGLang loads exactly one module of {model_type!r}, and this model has {count}; train one")
-    if model_type == "ernie4_5_moe" and count > 1:
-        raise ValueError(f"vLLM knows the names of ERNIE's module 0 only, and this model has {count}; train one")
+    if count > 1 and (engine == "sglang" or model_type == "ernie4_5_moe"):
+        raise ValueError(f"{engine} loads one module of {model_type!r}, and this model has {count}; train one")
 
 
-def _warnings(model: DeepSeekMTP, engine: str) -> list[str]:
-    """Return what to know of a directory that an engine loads."""
-    model_type, count, warnings = model.config.model_type, model.num_modules, sampling_on_cpus(engine)
-    if model.draft_vocabulary is not None:
-        warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
-    if reason := _ENGINE_ONLY.get(model_type):
-        warnings.append(f"this directory is for engines ({reason}); save_pretrained writes what loads here")
-    if has_towers(model.config):
-        how = 'text alone (--limit-mm-per-prompt \'{"image": 0, "video": 0}\'); images were not tried'
-        if model_type == "glm_ocr":
-            how = "text, and with one image each, on a tiny random tower; several images and videos were not tried"
-        warnings.append(f"directories of this family were tried with {how}")
-    if count > 1:
-        warnings += [
-            f"num_speculative_tokens above {count} must be a multiple of {count}, the number of modules",
-            f"vLLM's model runner V1 drafts with module 0 alone, again and again, and V2 with all {count} (read in its "
-            "source, not run): for V1 train one module for reuse (unroll_steps)",
+def _check_retrofit(model: DeepSeekMTP) -> None:
+    """Refuse a model that the layouts cannot hold."""
+    config = model.config
+    if config.model_type not in LAYOUTS:
+        raise ValueError(
+            f"vllm has no layout that holds a module of {config.model_type!r} (it has for {', '.join(LAYOUTS)}); serve "
+            "the backbone alone (model.main.save_pretrained(directory)), or with heads (MTPHeads)"
+        )
+    if model.num_modules > 1:
+        raise ValueError(f"vLLM runs one module beside a backbone, and this model has {model.num_modules}; train one")
+    layout, kind, size = LAYOUTS[config.model_type], model.mtp[0].kind, _head_dim(config)
+    window = getattr(config, "sliding_window", None)
+    biases = {name for name, _ in model.mtp[0].block.named_parameters() if name.endswith("bias")}
+    biases -= {f"self_attn.{name}.bias" for name in _BIASED if layout == "mimo"}
+    is_other = layout == "mimo" and size * config.num_attention_heads != config.hidden_size
+    refuse(
+        [
+            (config.hidden_act != "silu", f"hidden_act={config.hidden_act!r}: vLLM's layouts have 'silu'"),
+            (kind == "sliding_attention", f"sliding_window={window}: vLLM's layouts attend to everything"),
+            (biases, f"{min(biases, default='')}: vLLM's {layout} layout has no such bias"),
+            (is_other, f"head_dim={size}: MiMo's layout has hidden_size / num_attention_heads"),
         ]
-    return warnings
-
-
-def _checked(model: DeepSeekMTP, engine: str) -> str:
-    """Return how directories of the model's family were tested."""
-    family, model_type = family_of(model.config), model.config.model_type
-    if model_type in MEASURED.get(engine, ()):
-        return f"directories of this family were {RUN_AS_HERE}{_NOTES.get(model_type, '')}"
-    if family.retrofit:
-        return f"retrofits of this family were {RUN_AS_HERE}"
-    checked = "names of its tensors" if family.names else "layout"
-    reason = f", because {_NOT_RUN[model_type]}" if engine == "vllm" and model_type in _NOT_RUN else ""
-    return f"the {checked} follow {engine}'s loader, which was read and not run{reason}"
+    )
 
 
 def _retrofit_command(model: DeepSeekMTP, folder: Path) -> str:
@@ -368,3 +362,69 @@ def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
         case "mimo_v2_flash":
             return _mimo_v2_fields(config)
     return {}
+
+
+def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> None:
+    """Write `folder/backbone`, which plain transformers reads, too, and `folder/draft`."""
+    before = {name: vars(model.config).pop(name) for name in _OURS if name in vars(model.config)}
+    try:
+        model.main.save_pretrained(folder / "backbone", **options)
+    finally:
+        vars(model.config).update(before)
+    is_hy3 = LAYOUTS[model.config.model_type] == "hy3"
+    config, tensors = _hy3(model) if is_hy3 else _mimo(model)
+    text = json.dumps(config | _common_fields(model), indent=2, sort_keys=True) + "\n"
+    (draft := folder / "draft").mkdir(parents=True, exist_ok=True)
+    (draft / "config.json").write_text(text, encoding="utf-8")
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+
+
+def overrides(model: DeepSeekMTP) -> dict[str, int | bool]:
+    """Return fields that vLLM's draft classes read from the backbone's configuration (`--hf-overrides`)."""
+    return {
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": model.config.num_hidden_layers + 1,
+        "qk_norm": hasattr(model.mtp[0].block.self_attn, "q_norm"),
+    }
+
+
+def _common_fields(model: DeepSeekMTP) -> dict[str, object]:
+    config = model.config.to_dict()
+    return {name: config[name] for name in _SIZES if config.get(name) is not None} | {
+        "head_dim": _head_dim(model.config),
+        "rope_theta": (config.get("rope_parameters") or {}).get("rope_theta", 10000.0),
+        "tie_word_embeddings": False,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
+        **overrides(model),
+    }
+
+
+def _hy3(model: DeepSeekMTP) -> tuple[dict[str, object], dict[str, Tensor]]:
+    config = {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", **_HY3_FIELDS}
+    return config, _renamed(model, f"model.layers.{model.config.num_hidden_layers}.", _HY3_NAMES)
+
+
+def _mimo(model: DeepSeekMTP) -> tuple[dict[str, object], dict[str, Tensor]]:
+    prefix = "model.mtp_layers.0."
+    tensors = _renamed(model, prefix, _MIMO_NAMES)
+    projection = tensors[f"{prefix}input_proj.weight"]
+    tensors[f"{prefix}input_proj.weight"] = projection.roll(model.config.hidden_size, dims=1)  # [hidden; embedding]
+    for name in _BIASED:
+        weight = tensors[f"{prefix}self_attn.{name}.weight"]
+        tensors.setdefault(f"{prefix}self_attn.{name}.bias", weight.new_zeros(len(weight)))
+    tensors["model.embed_tokens.weight"] = model.get_input_embeddings().get_parameter("weight")
+    tensors["lm_head.weight"] = model.get_output_embeddings().get_parameter("weight").clone()
+    return {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}, tensors
+
+
+def _renamed(model: DeepSeekMTP, prefix: str, names: dict[str, str]) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in model.mtp[0].state_dict().items():
+        part = next((ours for ours in names if name.startswith(ours)), "")
+        tensors[prefix + names.get(part, "") + name.removeprefix(part)] = tensor
+    return tensors
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -31,7 +31,6 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5", "
 _REPLACED = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 """An upload removes no files, and a loader takes one of an earlier push before the shards of this one."""
 _TELLING = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Fields that distinguish two models; retraining changes none of them."""
 _BLANK, _MANY = "[More Information Needed]", 10
 """The blanks of the card that transformers makes in a first push, for example a tokenizer's, and their number."""
 _FILES = (
@@ -105,10 +104,9 @@ def push_to_hub(
         api.create_branch(repo, branch=revision, exist_ok=True)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
-        for saved in parts:
+        for saved in filter(None, (model, tokenizer)):
             carries = isinstance(saved, RemoteCodeMixin)
-            code = {"remote_code": code_when_pushed(saved, remote_code)} if carries else {}
+            code: Any = {"remote_code": code_when_pushed(saved, remote_code)} if carries else {}
             saved.save_pretrained(folder, max_shard_size=max_shard_size, **code)
         hide_local_names(folder)
         for file in map(Path, files):
@@ -126,30 +124,25 @@ def check_same_model(repo_id: str, ours: dict[str, Any], token: str | bool | Non
 
     `ours` are the fields of the config.json to be pushed.
     """
-    api, different = HfApi(token=token), ""
+    api = HfApi(token=token)
     files = api.list_repo_files(repo_id)
+    different = [f"it has {name}, and no {CONFIG_NAME}" for name in files if name.endswith(_WEIGHTS)]
     if CONFIG_NAME in files:
-        theirs = json.loads(Path(api.hf_hub_download(repo_id, CONFIG_NAME)).read_text(encoding="utf-8"))
-        different = _difference(ours, theirs)
-    elif foreign := [name for name in files if name.endswith(_WEIGHTS)]:
-        different = f"it has {foreign[0]}, and no {CONFIG_NAME}"
+        config = json.loads(Path(api.hf_hub_download(repo_id, CONFIG_NAME)).read_text(encoding="utf-8"))
+        mine, theirs = _telling(ours), _telling(config)
+        both = [name for name in mine if name in theirs and mine[name] != theirs[name]]
+        different = [f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in both]
     if different:
-        raise ValueError(
-            f"{repo_id!r} holds another model: {different}. Nothing was changed there; push to another name, or pass "
-            "overwrite=True to replace it"
-        )
+        raise ValueError(f"{repo_id!r} holds another model: {different[0]}; pass overwrite=True to replace it")
 
 
-def _difference(ours: dict[str, Any], theirs: dict[str, Any], within: str = "") -> str:
-    """Return the first field in which the two differ, in words; empty where there is none."""
-    for name in _TELLING:
-        if ours.get(name) != theirs.get(name) and None not in (ours.get(name), theirs.get(name)):
-            return f"{within}{name} is {theirs[name]!r} there and {ours[name]!r} here"
-    for name in ("backbone_config", "text_config"):
-        both = isinstance(ours.get(name), dict) and isinstance(theirs.get(name), dict)
-        if both and (difference := _difference(ours[name], theirs[name], f"{name}.")):
-            return difference
-    return ""
+def _telling(fields: dict[str, Any], within: str = "") -> dict[str, Any]:
+    """Return the fields that distinguish two models, also of parts, and that retraining does not change."""
+    found = {f"{within}{name}": fields[name] for name in _TELLING if fields.get(name) is not None}
+    for part in ("backbone_config", "text_config"):
+        if isinstance(fields.get(part), dict):
+            found |= _telling(fields[part], f"{part}.")
+    return found
 
 
 def _card_on_hub(repo_id: str, model: Any, remote_code: str | None, tags: list[str], token: Any) -> ModelCard | None:
@@ -176,14 +169,9 @@ def upload(api: HfApi, folder: Path, repo_id: str, overwrite: bool = False, **op
 def public_copy(source: Path, target: Path, besides: Sequence[str] = (), adapters: Sequence[str] = ()) -> None:
     """Copy what may be public of a directory, without the names of local directories in its configs.
 
-    Nothing is copied but files of a list and code that a config names, and nothing that a link brings in from
-    elsewhere. A card that shows a path of this machine is left out, with a warning.
-
-    Args:
-        source: The directory.
-        target: Where to; files are linked where the disk supports it, and files that are there stay.
-        besides: Patterns of files beside those of models.
-        adapters: Names of the directories of adapters.
+    Nothing is copied but files of a list (`besides` has further patterns) and code that a config names, also in the
+    directories `adapters`, and nothing that a link brings in from elsewhere. Files that are there stay. A card that
+    shows a path of this machine is left out, with a warning.
     """
     finish(source)
     for folder in (source, *(source / name for name in (BACKBONE, *adapters))):

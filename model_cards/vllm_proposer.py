@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,13 @@ import torch
 from torch import nn
 
 from ..configuration import MTPHeadConfig
+from ..configuration.fields import refuse
 from ..generation.tensors.sampling import draw
-from ..generation.tensors.tensor_files import read_tensors
+from ..generation.tensors.tensor_files import read_tensors, refuse_unknown
 from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.backbone_parts import BackboneParts
-from ..modeling.heads.family import FAMILIES
-from ..modeling.heads.registry import build_head, distribution_after
+from ..modeling.heads.family import FAMILIES, build_head, distribution_after
 from .vllm import repair_sampler
-
-logger = logging.getLogger(__name__)
 
 OPTION = "tokenahead_heads"
 """The entry of vLLM's `additional_config` that names the directory of the heads."""
@@ -106,24 +103,24 @@ class HeadProposer:
         listen()
 
     def _check(self) -> None:
-        config = self.config
-        if more := FAMILIES[config.head_type].reads_besides(config):
-            raise ValueError(
-                f"{OPTION}={str(self.directory)!r}: head_type={config.head_type!r} reads {more}, and vLLM passes the "
-                "last hidden state alone"
-            )
-        if not 1 <= self.num_tokens <= config.num_drafts:
-            raise ValueError(
-                f"num_speculative_tokens={self.num_tokens}: these heads draft 1 to {config.num_drafts} tokens "
-                f"(window={config.window})"
-            )
-        text = self.vllm_config.model_config.hf_text_config
-        for name in ("hidden_size", "vocab_size"):
-            if getattr(text, name) != getattr(config, name):
-                raise ValueError(
-                    f"{name}: the heads in {self.directory} were made for {getattr(config, name)}, and the backbone "
-                    f"has {getattr(text, name)}"
-                )
+        config, text = self.config, self.vllm_config.model_config.hf_text_config
+        more = FAMILIES[config.head_type].reads_besides(config)
+        refuse(
+            [
+                (more, f"{OPTION}: head_type={config.head_type!r} reads {more}, and vLLM passes the last state alone"),
+                (
+                    not 1 <= self.num_tokens <= config.num_drafts,
+                    f"num_speculative_tokens={self.num_tokens}: these heads draft 1 to {config.num_drafts} tokens",
+                ),
+                *(
+                    (
+                        getattr(text, name) != getattr(config, name),
+                        f"{name}: the heads were made for {getattr(config, name)}, not for {getattr(text, name)}",
+                    )
+                    for name in ("hidden_size", "vocab_size")
+                ),
+            ]
+        )
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads, in the backbone's dtype and on its device (called by vLLM)."""
@@ -132,15 +129,11 @@ class HeadProposer:
             head = build_head(self.config, self.config.hidden_size, self.config.vocab_size)
         tensors = read_tensors(sorted(self.directory.glob("*.safetensors")), "head.")
         result = head.load_state_dict(tensors, strict=False)
-        if wrong := [*result.missing_keys, *result.unexpected_keys]:
-            raise ValueError(f"{self.directory}: its tensors do not make {self.config.head_type!r} heads: {wrong[:5]}")
+        refuse_unknown(self.directory, [*result.missing_keys, *result.unexpected_keys])
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
         self.parts = _TargetParts(untyped(target_model))
         repair_sampler(weight.device)
-        shards = self.vllm_config.parallel_config.tensor_parallel_size
-        if shards > 1:
-            logger.warning("HeadProposer: tensor_parallel_size=%d was read in vLLM's source, not tried", shards)
 
     def take(self, states: torch.Tensor, metadata: Any, sampling: Any) -> None:
         """Record the states [R, d], vLLM's `SpecDecodeMetadata` and `SamplingMetadata` for the next `propose`."""
@@ -198,10 +191,7 @@ def listen() -> None:
         return
     signature = inspect.signature(original)
     if missing := [name for name in _ARGUMENTS if name not in signature.parameters]:
-        raise RuntimeError(
-            f"HeadProposer was written for vLLM 0.32; {_RUNNER}.GPUModelRunner.propose_draft_token_ids of this version "
-            f"takes no {', '.join(missing)}"
-        )
+        raise RuntimeError(f"HeadProposer was written for vLLM 0.32; propose_draft_token_ids here takes no {missing}")
 
     @functools.wraps(original)
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,11 +211,9 @@ def listen() -> None:
 
 def _directory(options: object) -> Path:
     options = options if isinstance(options, dict) else vars(options or object)
-    if OPTION not in options:
-        raise ValueError(f"additional_config lacks {OPTION!r}: the directory that MTPHeads.save_pretrained wrote")
-    directory = Path(options[OPTION])
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{OPTION}={str(directory)!r} is no directory of heads: it has no config.json")
+    directory = Path(options.get(OPTION, ""))
+    if not options.get(OPTION) or not (directory / "config.json").is_file():
+        raise ValueError(f"additional_config: {OPTION!r} must be a directory that MTPHeads.save_pretrained wrote")
     return directory
 
 
@@ -267,8 +255,5 @@ class _TargetParts(BackboneParts):
     def _unembed(self, states: torch.Tensor) -> torch.Tensor:
         logits = untyped(self.model).compute_logits(states.reshape(-1, states.shape[-1]))
         if logits is None:
-            raise RuntimeError(
-                "tensor_parallel_size: this platform of vLLM gathers logits on one rank only, so heads that share the "
-                "backbone's unembedding (unembedding='shared') cannot draft on the others; use unembedding='own'"
-            )
+            raise RuntimeError("tensor_parallel_size: vLLM gathers logits on one rank here; use unembedding='own'")
         return logits.view(*states.shape[:-1], -1)

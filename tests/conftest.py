@@ -43,19 +43,20 @@ def pytest_collection_modifyitems(config, items):
     covered = {}  # cases of which some cover the others' values, by test and how many values together
     for item in items:
         for name in ("core_cases", "by_day"):
-            for mark in item.iter_markers(name):
+            for mark in filter(lambda mark: mark.args, item.iter_markers(name)):
                 unknown.setdefault((name, item.nodeid.partition("[")[0]), set(mark.args)).discard(item.callspec.id)
                 if name == "core_cases" and item.callspec.id in mark.args:
                     item.add_marker("core")
-                if name == "by_day" and mark.args and item.callspec.id not in mark.args:
+                if name == "by_day" and item.callspec.id not in mark.args:
                     item.add_marker("nightly")
         for mark in item.iter_markers("by_day"):
-            if mark.kwargs:
-                covered.setdefault((item.nodeid.partition("[")[0], mark.kwargs["each"]), []).append(item)
+            for how in mark.kwargs.items():
+                covered.setdefault((item.nodeid.partition("[")[0], *how), []).append(item)
         if explores(config) and (hypothesis.is_hypothesis_test(item.obj) or item.path.stem == "test_fuzz"):
             item.add_marker("slow")
-    for (_, size), cases in covered.items():
-        chosen = covering.few([item.callspec.params for item in cases], size)
+    for (_, how, size), cases in covered.items():
+        spread = range(0, len(cases), -(-len(cases) // size))  # how == "most"
+        chosen = covering.few([item.callspec.params for item in cases], size) if how == "each" else spread
         for place, item in enumerate(cases):
             if place not in chosen and item.get_closest_marker("core") is None:
                 item.add_marker("nightly")

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tokenahead.generation.assistant.models import buildable
+from tokenahead.generation.assistant.state_readers import buildable
 
 KINDS = ["sliding_attention", "full_attention"]
 WINDOW = 6

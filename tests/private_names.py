@@ -49,9 +49,8 @@ def attributes(kind: type) -> frozenset[str]:
 
 
 def files() -> list[Path]:
-    """Every module of the library, without the links in tokenahead/ and the table of the names themselves."""
-    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path for path in found if path.name != "transformers_names.py"]
+    """Every module of the library, without the links in tokenahead/."""
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @cache

@@ -83,23 +83,17 @@ def test_the_first_block_takes_a_class_of_transformers():
     assert "LlamaForCausalLM(" in first and len(first.strip().splitlines()) <= 12
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_blocks_fit(page):
-    text = page.read_text(encoding="utf-8")
-    assert "```py\n" not in text and "``` python" not in text, "blocks are marked ```python"
-    assert all(len(line) <= 120 for _, code in BLOCK.findall(text) for line in code.splitlines())
+def test_blocks_fit():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert "```py\n" not in text and "``` python" not in text, "blocks are marked ```python"
+        assert all(len(line) <= 120 for _, code in BLOCK.findall(text) for line in code.splitlines()), page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_names_exist(page):
-    missing = [name for name in sorted(set(NAME.findall(page.read_text(encoding="utf-8")))) if not exists(name)]
-    assert not missing
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
-def test_files_exist(page):
-    named = set(FILE.findall(page.read_text(encoding="utf-8")))
-    assert [file for file in sorted(named) if not (ROOT / file).exists()] == []
+def test_names_and_files_exist():
+    text = {page: page.read_text(encoding="utf-8") for page in (*PAGES, ROOT / "CONTRIBUTING.md")}
+    assert {(page, name) for page in text for name in set(NAME.findall(text[page])) if not exists(name)} == set()
+    assert {(page, name) for page in text for name in FILE.findall(text[page]) if not (ROOT / name).exists()} == set()
 
 
 def exists(name: str) -> bool:

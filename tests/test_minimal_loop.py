@@ -32,6 +32,7 @@ def test_greedy_tokens_and_accepted_drafts_are_the_products(kind):
         assert sum(accepted) > 0 and accepted == out.speculation.accepted
 
 
+@pytest.mark.by_day(most=1)
 @pytest.mark.parametrize("kind", ["bigrams", "look-up"])
 def test_sampled_tokens_have_the_backbones_distribution_as_the_products(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([1, 3, 2, 4, 3])

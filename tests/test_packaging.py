@@ -15,7 +15,9 @@ FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")
 
 def folders_with_code() -> set[str]:
     inits = (path for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py"))
-    return {"tokenahead"} | {".".join(("tokenahead", *path.parent.relative_to(ROOT).parts)) for path in inits}
+    return {"tokenahead", "tokenahead.experimental"} | {
+        ".".join(("tokenahead", *path.parent.relative_to(ROOT).parts)) for path in inits
+    }
 
 
 def test_setup_cfg_names_every_package():
@@ -30,7 +32,7 @@ def test_a_clone_without_links_imports(tmp_path):
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tokenahead").mkdir()
-    for name in ("__init__.py", "__main__.py", "cli.py", "experimental.py", "extending.py", "py.typed"):
+    for name in ("__init__.py", "__main__.py", "cli.py", "extending.py", "py.typed"):
         shutil.copy(ROOT / "tokenahead" / name, tmp_path / "tokenahead" / name)
     for folder in FOLDERS:
         (tmp_path / "tokenahead" / folder).write_text(f"../{folder}")
@@ -65,6 +67,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.nightly
 def test_the_core_works_without_extras_and_what_needs_one_names_it():
     """In one process, because importing torch takes seconds."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], cwd=ROOT, capture_output=True, text=True)

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import tokenahead
 
 
@@ -36,6 +38,7 @@ def test_public_names_are_pinned():
     assert all(hasattr(tokenahead, name) for name in tokenahead.__all__)
 
 
+@pytest.mark.nightly
 def test_configuration_needs_no_torch_of_its_own_and_models_no_trainer():
     code = (
         "import sys, tokenahead; "

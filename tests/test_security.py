@@ -92,6 +92,7 @@ class Interrupting(LogitsProcessor):
         return scores
 
 
+@pytest.mark.by_day(most=8)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("own"), MemoryError()], ids=repr)
 @pytest.mark.parametrize(
     "make",

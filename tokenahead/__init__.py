@@ -25,7 +25,7 @@ from .configuration import (
     PTPStudentConfig,
 )
 from .configuration.mtp_families import MiMoConfig
-from .configuration.transformers_names import CORE, check_names, warn_of_newer_version
+from .configuration.transformers_names import warn_of_newer_version
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.assistant.drafter import AssistantDrafter
 from .generation.call.grammar import GrammarConstraint
@@ -50,7 +50,6 @@ from .modeling import (
 from .modeling.common.remote_code import hand_in
 from .modeling.deepseek.conversion import MiMoForCausalLM
 
-check_names(CORE)
 warn_of_newer_version()
 
 AutoConfig.register(BlockDrafterConfig.model_type, BlockDrafterConfig)

@@ -9,8 +9,6 @@ _HOMES = {
     "MTPLossWeightSchedule": "strategy",
     "MTPSFTTrainer": "trl_trainers",
     "MTPTrainer": "trainer",
-    "MuToROptions": "ptp.mutor",
-    "MuToRTrainer": "ptp.mutor",
     "OnlineDrafterTraining": "online",
     "PTPOptions": "ptp.losses",
     "PTPSFTTrainer": "trl_trainers",

@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object, send_to_device
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..configuration.fields import check_values
 from ..generation.tensors.shared_models import is_sharded, readable
-from ..generation.tensors.tensor_files import Fields
 from ..generation.tensors.wrapped_models import untyped
 from .batches import at_rest
 from .evaluation.decoding import decode, sampled
-from .evaluation.drafts import TOP_K, DraftMeasures, has_probs, usual_drafts
+from .evaluation.drafts import TOP_K, DraftMeasures, has_probs
 from .evaluation.methods import drafting_method
 from .trainer_base import BaseTrainer, drafter_of
 from .utils import needs_extra
@@ -60,9 +58,6 @@ class AcceptanceCallback(TrainerCallback):
         seed: Seed of the samples.
         tolerance: Nats by which a backbone may be worse than the best one.
 
-    Raises:
-        ValueError: A number below its least value.
-
     Example:
         >>> args = TrainingArguments("out", eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
         ...                          metric_for_best_model="expected_accepted", greater_is_better=True)
@@ -81,34 +76,19 @@ class AcceptanceCallback(TrainerCallback):
     ) -> None:
         self.rows, self.generate_every, self.prompts = rows, generate_every, prompts
         self.prompt_tokens, self.new_tokens, self.tolerance = prompt_tokens, new_tokens, tolerance
-        counted = ["prompts", "prompt_tokens", "new_tokens", *([] if rows is None else ["rows"])]
-        ranges = dict.fromkeys(counted, "[1, inf)") | dict.fromkeys(("generate_every", "tolerance"), "[0, inf)")
-        check_values(self, {}, ranges)
-        self.seed = seed
-        self._evaluations = 0
+        self.seed, self._evaluations = seed, 0
 
-    def metric_names(self, trainer: BaseTrainer) -> list[str]:
-        """Return the metrics of every evaluation, which may select checkpoints: names without `eval_`.
-
-        Raises:
-            ValueError: Acceptance alone shall select them where the backbone learns.
-        """
-        if not _may_call_parts(trainer):
-            return []
-        model = _model_of(trainer)
-        counts = range(1, usual_drafts(model) + 1) if has_probs(model) else ()
-        expected = ["expected_accepted", *(f"accepted_{count}" for count in counts)] if counts else []
-        ranks = [f"top_{k}_draft_{count}" for k in TOP_K for count in counts]
-        expected += list(_GENERATED) if self.generate_every == 1 else []
-        if not has_probs(model) or not _backbone_learns(trainer.model):
-            return expected + ranks
-        if (trainer.args.metric_for_best_model or "").removeprefix("eval_") in expected:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Refuse acceptance alone as the metric of the best checkpoint where the backbone learns."""
+        metric = (args.metric_for_best_model or "").removeprefix("eval_")
+        is_acceptance = metric.startswith(("expected_accepted", "accepted_", "generated_"))
+        if is_acceptance and has_probs(drafter_of(model)) and _backbone_learns(model):
             raise ValueError(
-                f"metric_for_best_model={trainer.args.metric_for_best_model!r} prefers the backbone that is worst, for "
-                f"its flat distributions are easy to draft: choose {_CONSTRAINED!r}, the best acceptance among "
-                f"checkpoints whose backbone loss is within tolerance={self.tolerance:g} of the best"
+                f"metric_for_best_model={metric!r} prefers the backbone that is worst, for its flat distributions are "
+                f"easy to draft: choose {_CONSTRAINED!r}"
             )
-        return [*expected, *ranks, "backbone_loss", *([_CONSTRAINED] if counts else [])]
 
     def evaluation_metrics(self, trainer: BaseTrainer, prefix: str) -> dict[str, float]:
         """Return the further metrics of an evaluation, their names with a prefix; called by every process."""
@@ -178,7 +158,8 @@ class AcceptanceCallback(TrainerCallback):
 
     def _generated(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         """Generate on every process: each samples the same outputs, so that none waits for another."""
-        prompts = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
+        rows = islice(iter(_first(data, self.prompts)), self.prompts)
+        prompts = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in rows]
         method = drafting_method("own", model.policy, model if model.is_apart else None)
         mode = sampled(1.0)
         mode = replace(mode, options=mode.options | {"min_new_tokens": self.new_tokens})
@@ -218,7 +199,3 @@ def _first(data: Any, count: int | None) -> Any:
     if isinstance(data, Dataset):
         return data.select(range(min(count, len(data))))
     return torch.utils.data.Subset(data, range(min(count, len(data)))) if hasattr(data, "__len__") else data
-
-
-def _rows(data: Any, count: int) -> list[Fields]:
-    return list(islice(iter(_first(data, count)), count))

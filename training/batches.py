@@ -29,14 +29,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..configuration.transformers_names import TRAINER, check_names
 from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.heads.losses import IGNORE
 from .columns import PER_TOKEN, ReadingCollator, ReadRows, RowReader
 
 logger = logging.get_logger(__name__)
-check_names(TRAINER)
 TOKENS_PER_BATCH = 4096
 """The default budget."""
 _LENGTH = 36

@@ -8,7 +8,7 @@ from transformers import TextStreamer
 from transformers.utils import logging
 
 from ..generation.attach import MTPGenerationMixin
-from .evaluation.decoding import GREEDY, DecodingMode, Run, acceptance_by_position, decode
+from .evaluation.decoding import GREEDY, DecodingMode, Row, acceptance_by_position, decode
 from .evaluation.methods import named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder
 from .loading import load_model, unit_of
@@ -22,7 +22,7 @@ class Completed:
     text: str
     unit: str
     prompt_tokens: int
-    run: Run
+    run: Row
 
     @property
     def accepted_by_position(self) -> list[float]:

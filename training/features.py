@@ -32,7 +32,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ..configuration.fields import field, requested_states
+from ..configuration.fields import field
+from ..generation.contract import requested_states
 from ..modeling import BlockDrafter, EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts, compute_device
 from ..modeling.common.recording import STATES, SUMMARIES, collate

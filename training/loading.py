@@ -21,12 +21,10 @@ from transformers import (
 
 from ..configuration.mtp_families import REFUSED, count_modules, dspark_block_size
 from ..generation.drafter import DRAFTERS
-from ..generation.tensors.config_errors import naming_field
-from ..generation.tensors.saving import finish
-from ..generation.tensors.tensor_files import HUB_OPTIONS, check_index
+from ..generation.tensors.saving import finish, reads_whole
+from ..generation.tensors.tensor_files import check_index, hub_options
 from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP
-from ..modeling.common.loading import with_article
 from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
@@ -43,11 +41,6 @@ def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[Pr
         source: Directory, or name on the Hub.
         dtype: Of the weights; `"auto"`: the checkpoint's.
         device: Where to; None: a GPU where there is one.
-
-    Raises:
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
-        ValueError: No causal language model, or a device that is not there.
     """
     device = usable_device(device)
     base = base_of(source) if has_adapters(source) else source
@@ -57,6 +50,7 @@ def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[Pr
     return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(base))
 
 
+@reads_whole
 def load_backbone(
     source: str, option: str, of_drafters: str, with_modules: bool = True, **options: Any
 ) -> PreTrainedModel:
@@ -70,20 +64,15 @@ def load_backbone(
         **options: Of `from_pretrained`.
 
     Raises:
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
+        OSError: No such directory, or what the Hub cannot give.
         ValueError: A drafter without a backbone.
     """
-    hub = {key: value for key, value in options.items() if key in HUB_OPTIONS and value is not None}
+    hub = hub_options(options)
     if _may_exist(source) and holds_drafter_alone(source, **hub):
-        raise ValueError(
-            f"{option}={source} holds a drafter without a backbone: name the backbone there, and heads or an EAGLE "
-            f"head as {of_drafters}; of a student, what student.whole.save_pretrained(directory) writes"
-        )
-    with naming_field(source):
-        config = load_config(source, option)
-        check_index(source, **hub)
-        return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
+        raise ValueError(f"{option}={source} holds a drafter without a backbone: name it as {of_drafters}")
+    config = load_config(source, option)
+    check_index(source, **hub)
+    return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
 
 
 def load_drafter(
@@ -105,14 +94,12 @@ def load_drafter(
         **options: Of `read_drafter`.
 
     Raises:
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
         ValueError: No such drafter, or one that learned with another backbone.
     """
     found = drafter_class(source) if _may_exist(source) else None
     if found is None or not (kind is None or issubclass(found, DRAFTERS[kind])):
-        words = found.__name__ if found else f"model of type {load_config(source, option).model_type!r}"
-        raise ValueError(f"{option} {source} holds {with_article(words)} and no drafter of this kind")
+        words = found.__name__ if found else load_config(source, option).model_type
+        raise ValueError(f"{option} {source} holds {words!r} and no drafter of this kind")
     trained, name = trained_backbone(source), str(backbone.name_or_path)
     if trained is not None and has_adapters(trained) and not carries_adapters(backbone):
         if shared:
@@ -129,15 +116,8 @@ def _may_exist(source: str) -> bool:
 
 
 def load_config(source: str, option: str) -> PreTrainedConfig:
-    """Return the configuration of a directory or of a name on the Hub.
-
-    Raises:
-        FileNotFoundError: What can only be a directory, and is none.
-        OSError: A directory without a configuration, or a name that the Hub cannot give, also because it is offline.
-    """
-    if finish(source).is_dir():
-        return AutoConfig.from_pretrained(source)
-    if not is_hub_name(source):
+    """Return the configuration of a directory or of a name on the Hub; an OSError where there is none."""
+    if not (finish(source).is_dir() or is_hub_name(source)):
         raise FileNotFoundError(f"{option} {source}: no such directory")
     try:
         return AutoConfig.from_pretrained(source)
@@ -154,11 +134,7 @@ def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModel
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:
-    """Return a device that holds numbers; for None, a GPU where there is one.
-
-    Raises:
-        ValueError: A device that is not there.
-    """
+    """Return a device that is there and holds numbers; for None, a GPU where there is one."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device).sum().item()  # "meta" holds no numbers, either
@@ -201,21 +177,14 @@ def put_adapters(model: PreTrainedModel, directory: str | PathLike) -> None:
     Raises:
         ValueError: Adapters of another model, of which peft would load the tensors that happen to fit.
     """
-    is_training = model.training
+    is_training, misfit = model.training, f"{directory} holds adapters that do not fit this {type(model).__name__}"
     try:
         result = model.load_adapter(str(directory), is_trainable=True)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(_misfit(model, directory, str(error))) from error
+        raise ValueError(f"{misfit}: {error}") from error
     model.train(is_training)  # new modules are in training mode, with dropout
     if odd := sorted({*result.missing_keys, *result.unexpected_keys, *(key for key, *_ in result.mismatched_keys)}):
-        raise ValueError(_misfit(model, directory, f"only one of them has {odd[0]}"))
-
-
-def _misfit(model: PreTrainedModel, directory: str | PathLike, reason: str) -> str:
-    return (
-        f"{directory} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made "
-        "new parts, make them first (set_head, from_backbone), and load the adapters with peft"
-    )
+        raise ValueError(f"{misfit}: only one of them has {odd[0]}")
 
 
 def trained_backbone(heads: str | PathLike) -> Path | None:

@@ -57,11 +57,8 @@ class TrainerPushMixin(_TrainerBase):
     ) -> None:
         """Write README.md to `output_dir`; one that a person wrote or edited is left unchanged.
 
-        The arguments are those of `Trainer`; `tasks` is not used, `dataset_name` is TRL's word for `dataset`, and of a
-        file of this machine the bare name is shown.
-
-        Raises:
-            ValueError: A value that is a path of this machine.
+        The arguments are those of `Trainer`; `tasks` is not used, `dataset_name` is TRL's word for `dataset`. Of a file
+        of this machine the bare name is shown; another path of it is a ValueError.
         """
         if not self.is_world_process_zero():
             return
@@ -113,15 +110,6 @@ class TrainerPushMixin(_TrainerBase):
         _, lines, last = parse_log_history(self.state.log_history)
         figures = [f"- {name}: {value}" for name, value in (last or {}).items()]
         return "\n\n".join(filter(None, (make_markdown_table(lines or []), "\n".join(figures)))) or None
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository, as `Trainer` does; one that holds another model is refused before the first step."""
-        super().init_hf_repo(token=token, private=private)
-        model = self._described()
-        is_ours = isinstance(model, PreTrainedModel) and getattr(model.config, "layout", "tokenahead") == "tokenahead"
-        if is_ours and self.is_world_process_zero():  # others have other fields in their files, and adapters none
-            push, token = handed("push"), token or self.args.hub_token
-            push.check_same_model(self.hub_model_id, model.config.to_dict(), token)
 
     def push_to_hub(
         self,
@@ -181,8 +169,7 @@ class TrainerPushMixin(_TrainerBase):
     ) -> Callable[[], CommitInfo]:
         """Return the upload of a public copy of a directory, made at once: checkpoints are removed meanwhile.
 
-        `besides` are patterns of files that go beside those of models, `whole` is the name under which all that
-        resuming needs is uploaded, too.
+        `besides`: further patterns of files; `whole`: the name under which all that resuming needs is uploaded, too.
         """
         push, model, tokenizer = handed("push"), self.accelerator.unwrap_model(self.model), self.processing_class
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")  # on its disk, a copy costs nothing

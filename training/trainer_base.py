@@ -29,7 +29,6 @@ from ..generation.tensors.saving import finish, whole_directory
 from ..generation.tensors.shared_models import gathered_state, shares_hidden
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
-from ..modeling.ptp.registers import RegisterModel
 from .batches import BatchingMixin, Collator, Inputs
 from .checkpoints import ResumingMixin, check_checkpoint
 from .progress import TokenProgress
@@ -248,9 +247,8 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         """As in `Trainer`, or by the model itself; a checkpoint of another model is refused."""
-        owner = self._owner
         finish(resume_from_checkpoint)
-        check_checkpoint(resume_from_checkpoint, owner.backbone if isinstance(owner, RegisterModel) else owner)
+        check_checkpoint(resume_from_checkpoint, self._owner)
         if not self._load_several(resume_from_checkpoint):
             with self._shares_hidden():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -265,7 +263,7 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
 
     def _load_several(self, checkpoint: str | None) -> bool:
         """Load a model that consists of several directories; return whether it is one. Trainer itself reads shards."""
-        if checkpoint is None or self.is_fsdp_enabled or not isinstance(self._owner, (JointMTPModel, RegisterModel)):
+        if checkpoint is None or self.is_fsdp_enabled or not hasattr(self._owner, "load_checkpoint"):
             return False
         self._owner.load_checkpoint(checkpoint)
         return True

@@ -20,7 +20,7 @@ from ..configuration.fields import field
 from ..generation.backbone.backbones import takes_dense_masks
 from ..generation.lookups.ngram import NgramDrafter
 from .demo import described, load_methods, spans
-from .evaluation.decoding import GREEDY, Run, decode, drafted_flags, sampled
+from .evaluation.decoding import GREEDY, Row, decode, drafted_flags, sampled
 from .evaluation.prompts import Prompt, PromptEncoder
 from .utils import needs_extra
 
@@ -58,7 +58,7 @@ class Author:
         streamer = TextIteratorStreamer(self.writer.tokenizer, skip_prompt=True)
         options = self.method.options | {"streamer": streamer} | ({"draft_tree": tree} if as_tree else {})
 
-        def written() -> Run:
+        def written() -> Row:
             try:
                 return decode(replace(self.method, options=options), *asked)
             finally:

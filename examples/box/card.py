@@ -89,7 +89,10 @@ def _results(measured: MeasuredResults) -> Iterator[str]:
     yield from ("", f"| {' | '.join(columns)} | speed-up | by processor | repeated | looping |")
     yield "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for row in _drafting(measured):
-        by_processor = row.processor_speed_up if row.claims_speed else None
+        by_processor = None
+        if row.claims_speed and row.processor_seconds and row.plain_processor_seconds:
+            plain_share = row.plain_processor_seconds / (row.plain_new_tokens or row.new_tokens)
+            by_processor = plain_share * row.new_tokens / row.processor_seconds
         cells = (
             str(row.method), f"{measured.extra[f'Parameters of {row.method}']:,}", _setting(row), _per_call(row),
             *_per_verification(row), *_speeds(row, "(repeats itself)"), _number(by_processor),
@@ -105,8 +108,8 @@ def _drafting(measured: MeasuredResults) -> list[DecodingResult]:
 def _per_call(row: DecodingResult) -> str:
     if row.only_loops:
         return "loops"
-    low, high = row.spread or (row.tokens_per_call,) * 2
-    return f"{row.tokens_per_call:.2f} ({low:.1f} to {high:.1f})"
+    counts = row.per_prompt or [row.tokens_per_call]
+    return f"{row.tokens_per_call:.2f} ({min(counts):.1f} to {max(counts):.1f})"
 
 
 def _per_verification(row: DecodingResult) -> tuple[str, str]:

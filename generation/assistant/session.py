@@ -53,7 +53,7 @@ class SharedVocabulary:
 
 
 class AssistantSession(DraftSession):
-    """The drafts of one call; see `AssistantDrafter`.
+    """The drafts of one call.
 
     Between cycles the assistant's cache holds all tokens but the last two of every sequence: a fully accepted draft
     ends with a token that the assistant never read, and so all sequences read as many tokens. It holds fewer where
@@ -75,7 +75,6 @@ class AssistantSession(DraftSession):
         self.table = learned_positions(model.config.get_text_config()) or _NO_TABLE  # beyond it nothing is drafted
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Read the prompt, all but its last token."""
         self.view = view
         prompt, mask = self._prompt(view)
         self._read(self.vocabulary.readable(prompt[:, :-1]), mask[:, :-1])
@@ -163,12 +162,7 @@ class AssistantSession(DraftSession):
 
 
 def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, shared: int | None) -> SharedVocabulary:
-    """Return the vocabulary that two models share.
-
-    Args:
-        assistant: Drafts.
-        backbone: Verifies.
-        shared: How many ids mean the same token in both; None: the models' tokenizers decide where their sizes differ.
+    """Return the vocabulary of `shared` ids that two models share; None: tokenizers decide where their sizes differ.
 
     Raises:
         ValueError: No common ids, or more than there are.
@@ -176,36 +170,26 @@ def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, sha
     own, theirs = (model.config.get_text_config().vocab_size for model in (assistant, backbone))
     if shared is None:
         shared = own if own == theirs else _of_tokenizers(assistant, backbone)
-    if isinstance(shared, bool) or not isinstance(shared, int) or not 1 <= shared <= min(own, theirs):
-        sizes = f"the assistant has {own} ids, the backbone {theirs}"
-        raise ValueError(f"vocab_size={shared!r} must be a whole number from 1 to {min(own, theirs)}: {sizes}")
+    if not 1 <= shared <= min(own, theirs):
+        sizes = f"{type(assistant).__name__} has {own} ids, and {type(backbone).__name__} {theirs}"
+        raise ValueError(
+            f"vocab_size={shared!r} must be from 1 to {min(own, theirs)}: {sizes}. Set it to len(tokenizer) where both "
+            "share one; tokenizer= and assistant_tokenizer= let an assistant with another one draft"
+        )
     return SharedVocabulary(own, theirs, shared)
 
 
-def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int:
-    """Return how many ids the tokenizers of two models share, where one knows all tokens of the other."""
-    own, theirs = (
-        f"{type(model).__name__} has {model.config.get_text_config().vocab_size} ids" for model in (assistant, backbone)
-    )
-    sizes = f"vocab_size: the assistant {own}, but {theirs}; they must share a tokenizer"
-    others = "; tokenizer= and assistant_tokenizer= let an assistant with another one draft"
-    first, second = (_tokens(model) for model in (assistant, backbone))
-    if first is None or second is None:
-        bare = "assistant" if first is None else "backbone"
-        raise ValueError(f"{sizes}; the {bare} has none: AssistantDrafter(model, vocab_size=len(tokenizer)){others}")
-    fewer, more = sorted((first, second), key=len)
-    other = next((token for token, index in fewer.items() if more.get(token) != index), None)
-    if other is not None:
-        ids = first.get(other), second.get(other)
-        names = f"{other!r} is id {ids[0]} in the assistant's, {ids[1]} in the backbone's"
-        raise ValueError(f"{sizes}, and {names}{others}")
-    return max(fewer.values()) + 1
+def _of_tokenizers(*both: PreTrainedModel) -> int:
+    """Return how many ids the tokenizers of two models share, where one knows all tokens of the other; else 0."""
+    fewer, more = sorted((_tokens(model) for model in both), key=len)
+    is_part = fewer and all(more.get(token) == index for token, index in fewer.items())
+    return max(fewer.values()) + 1 if is_part else 0
 
 
-def _tokens(model: PreTrainedModel) -> dict[str, int] | None:
-    """Return the tokens of the tokenizer that lies where a model was loaded from; None: there is none."""
+def _tokens(model: PreTrainedModel) -> dict[str, int]:
+    """Return the tokens of the tokenizer that lies where a model was loaded from; none where there is no tokenizer."""
     name = model.config.name_or_path
     try:
-        return AutoTokenizer.from_pretrained(name).get_vocab() if name else None
+        return AutoTokenizer.from_pretrained(name).get_vocab() if name else {}
     except (OSError, ValueError, KeyError):
-        return None
+        return {}

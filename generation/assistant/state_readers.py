@@ -9,11 +9,15 @@ chain of single positions, and nothing has to be rolled back:
     position   n      n      n           b's own, for the whole draft
     reads      keys and values of the n verified tokens before b; of drafts there are none
     proposes   d1     d2     d3
+
+transformers before 5.24 looks up which layers compute what the others reuse, finds none, and refuses to build any; the
+configurations below define `kv_sharing_modes` for that case.
 """
 
 from __future__ import annotations
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -21,16 +25,9 @@ from ...configuration.cache_names import cache_of
 from ..backbone.cache import RaggedLayer
 from ..call.options import DraftOptions, grow_chain
 from ..call.sequences import Sequences
-from ..contract import (
-    CacheView,
-    DraftSession,
-    DraftTree,
-    PrefillOutput,
-    TargetOutput,
-    VerificationResult,
-)
+from ..contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ..tensors.masks import additive_mask, cached_arange, to_device
-from ..tensors.wrapped_models import Kwargs
+from ..tensors.wrapped_models import Kwargs, untyped
 from .session import SharedVocabulary
 
 
@@ -40,29 +37,40 @@ def lending_layers(config: PreTrainedConfig) -> dict[str, int]:
     return {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
 
 
-def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
-    """Refuse a backbone whose states the assistant cannot read.
+class _Reusing:
+    """A configuration of transformers all of whose layers may read keys and values of another model."""
 
-    Raises:
-        ValueError: Another family, another width, or keys and values of another shape.
-    """
-    name, theirs = type(assistant).__name__, backbone.config.get_text_config()
-    if not theirs.model_type.startswith("gemma4"):
-        raise ValueError(f"{name} needs a Gemma 4 backbone, not model_type={theirs.model_type!r}")
-    if assistant.config.backbone_hidden_size != theirs.hidden_size:
-        own, other = assistant.config.backbone_hidden_size, theirs.hidden_size
-        raise ValueError(f"backbone_hidden_size={own} of {name}, but {type(backbone).__name__} has hidden_size={other}")
-    own, lenders = assistant.config.get_text_config(), lending_layers(theirs)
-    for layer, kind in enumerate(own.layer_types):
-        wanted, lent = _shape(own, layer), _shape(theirs, lenders[kind]) if kind in lenders else None
-        if wanted != lent:
-            raise ValueError(f"layer {layer} of {name} reads {kind} keys {wanted} (heads, width), not {lent}")
+    num_hidden_layers: int
+    num_kv_shared_layers: int
+
+    @property
+    def kv_sharing_modes(self) -> list[str | None]:
+        if self.num_kv_shared_layers == self.num_hidden_layers:
+            return ["reuse"] * self.num_hidden_layers
+        return untyped(super()).kv_sharing_modes
 
 
-def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
-    """Return how many heads of keys a layer has, and their width."""
-    of_layer = config.per_layer_config[layer]
-    return of_layer.num_key_value_heads, of_layer.head_dim
+class Gemma4TextConfig(_Reusing, transformers.Gemma4TextConfig):
+    """The same for assistants of plain models."""
+
+
+class Gemma4UnifiedTextConfig(_Reusing, transformers.Gemma4UnifiedTextConfig):
+    """The same for assistants of unified models."""
+
+
+_ASSISTANTS = {"gemma4_assistant": Gemma4TextConfig, "gemma4_unified_assistant": Gemma4UnifiedTextConfig}
+
+
+def borrows_states(config: PreTrainedConfig) -> bool:
+    """Return whether a model reads the keys and values of its backbone and makes none itself."""
+    return config.model_type in _ASSISTANTS
+
+
+def buildable(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration from which transformers can build an assistant; others are unchanged."""
+    if borrows_states(config):
+        config.text_config.__class__ = _ASSISTANTS[config.model_type]
+    return config
 
 
 class Gemma4Chain(DraftSession):
@@ -77,7 +85,6 @@ class Gemma4Chain(DraftSession):
         self.layers = lending_layers(options.backbone.config.get_text_config())
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Take the state before the first new token, [B, 1, D], and the cache, which it only reads."""
         self.view, self.cache = view, cache_of(outputs)
         self.state = outputs.hidden_states[-1][:, -1:]  # [B, 1, D]
 
@@ -100,10 +107,7 @@ class Gemma4Chain(DraftSession):
         return grow_chain(step, self.options, length)
 
     def _lent(self) -> Kwargs:
-        """Return the backbone's keys and values, their masks, and the position, which all steps of a draft read.
-
-        A window holds the last W - 1 verified tokens, for every kind of cache.
-        """
+        """Return what all steps of a draft read; a window holds the last W - 1 verified tokens, for any cache."""
         own, device = self.model.config.get_text_config(), self.model.device
         states, masks = {}, {}
         for kind in set(own.layer_types):

@@ -7,12 +7,9 @@ that begins with a space settles what is before it, and the rest is tokenised ag
     text         The   quick   brown             half a character waits for its other half
     assistant    Th e |  quick |  brown          " br" was " br" until "own" came: the assistant reads it again
 
-Two ways to draft; both leave the backbone's output and its distribution unchanged:
-
-    common tokens    the assistant drafts tokens that both vocabularies have, with the distributions that they were
-                     drawn from (Timor et al. 2025, 2502.05202)
-    text             it goes on in all of its tokens, likeliest first, and their text is tokenised for the backbone:
-                     deterministic tokens, in a number of its own for every sequence
+Two ways to draft: tokens that both vocabularies have, with the distributions that they were drawn from (Timor et al.
+2025, 2502.05202); or text, in all of the assistant's tokens, likeliest first, which is tokenised for the backbone:
+deterministic tokens, in a number of its own for every sequence.
 
 Sequences have different numbers of new ids, and text may be tokenised again: the assistant's columns end with the text
 that is read, and every sequence reads as many of its last ids again as any sequence needs.
@@ -28,6 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 from ..backbone.target import RaggedBackbone
 from ..call.constraints import DraftMasks
@@ -53,23 +51,20 @@ _AGAIN = 64
 
 @dataclass
 class AssistantText:
-    """The text of one sequence, as an assistant reads it.
-
-    Attributes:
-        ids: The assistant's.
-        settled: How many of them never change.
-        text: The text of the others.
-        before: The backbone's ids between the last two ends of whole characters.
-        unread: Those after the last one.
-        emitted: How many characters of these are in the text.
-    """
+    """The text of one sequence, as an assistant reads it."""
 
     ids: list[int]
+    """The assistant's."""
     settled: int
+    """How many of them never change."""
     before: list[int]
+    """The backbone's ids between the last two ends of whole characters."""
     text: str = ""
+    """That of ids that may change."""
     unread: list[int] = field(default_factory=list)
+    """The backbone's ids after the last whole character."""
     emitted: int = 0
+    """How many characters of these are in the text."""
 
 
 class TextCodec:
@@ -78,28 +73,26 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, other: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.size = tokenizer, size
-        self.mark, known = self._ids([_MARK])[0], other.get_vocab()
+        self.mark, known = self.ids([_MARK])[0], other.get_vocab()
         special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.silent = {number for number, token in special.items() if token not in known}
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def ids(self, texts: list[str]) -> list[list[int]]:
         return cast("list[list[int]]", self.tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
 
     def opening(self) -> list[int]:
-        """Return the ids that every text begins with."""
         first = self.tokenizer.bos_token_id
         return [first] if first is not None and first in cast("list[int]", self.tokenizer("")["input_ids"]) else []
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of texts that follow others."""
         mark, encoded = self.mark, list[list[int]]()
-        for ids, text in zip(self._ids([_MARK + text for text in texts]), texts):
+        for ids, text in zip(self.ids([_MARK + text for text in texts]), texts):
             has_mark = ids[: len(mark)] == mark and not (text and len(ids) == len(mark))
-            encoded.append(ids[len(mark) :] if has_mark else self._ids([text])[0])
+            encoded.append(ids[len(mark) :] if has_mark else self.ids([text])[0])
         return [list(takewhile(lambda number: number < self.size, ids)) for ids in encoded]
 
     def decode(self, sequences: list[list[int]]) -> list[str]:
-        """Return the texts of ids."""
         return self.tokenizer.batch_decode(sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def added(self, before: list[list[int]], sequences: list[list[int]]) -> list[str]:
@@ -108,18 +101,11 @@ class TextCodec:
         return [whole[len(start) :] for start, whole in zip(self.decode(before), wholes)]
 
     def readable(self, ids: Iterable[int]) -> list[int]:
-        """Return ids without those that are dropped."""
         return [number for number in ids if number not in self.silent]
 
 
 class Translation:
-    """Two models' tokenizers, and the ids of each in the other.
-
-    Args:
-        tokenizer: The backbone's.
-        assistant_tokenizer: The assistant's.
-        theirs: How many ids the backbone has.
-        own: How many ids the assistant has.
+    """Two models' tokenizers, and the ids of each in the other; the backbone has `theirs` ids, the assistant `own`.
 
     Attributes:
         ids: [N] int64, the backbone's ids of tokens that both have, rising.
@@ -129,31 +115,23 @@ class Translation:
         TypeError: One is missing, or is no tokenizer of transformers.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None,
-        theirs: int,
-        own: int,
-    ) -> None:
-        for name, value in {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}.items():
+    def __init__(self, tokenizers: Tokenizers, theirs: int, own: int) -> None:
+        for name, value in zip(("tokenizer", "assistant_tokenizer"), tokenizers):
             if not isinstance(value, PreTrainedTokenizerBase):
-                whose = "backbone" if name == "tokenizer" else "assistant"
-                raise TypeError(f"{name}={value!r} must be the {whose}'s tokenizer: translation needs both")
-        self.tokenizers = cast("tuple[PreTrainedTokenizerBase, ...]", (tokenizer, assistant_tokenizer))
-        first, second = self.tokenizers
+                raise TypeError(f"{name}={value!r} must be a tokenizer: translation needs both")
+        self.tokenizers = tokenizers
+        first, second = cast("tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]", tokenizers)
         self.theirs, self.own = TextCodec(first, theirs, second), TextCodec(second, own, first)
-        theirs_of, own_of = token_texts(first), token_texts(second)
-        both = sorted((number, own_of[text]) for text, number in theirs_of.items() if text in own_of)
-        both = [pair for pair in both if pair[0] < theirs and pair[1] < own]
-        self.ids, self.own_ids = torch.tensor(both, dtype=torch.long).view(-1, 2).unbind(1)  # [N] each
+        both = AssistantToTargetTranslator(first, second, theirs).target_to_assistant_input_ids
+        pairs = sorted(pair for pair in both.items() if pair[0] < theirs and pair[1] < own)
+        self.ids, self.own_ids = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)  # [N] each
 
     def open(self, prompts: list[list[int]]) -> list[AssistantText]:
         """Return the scripts of prompts: at least one id of each."""
         opening, scripts = self.own.opening(), []
         readable = [self.theirs.readable(ids) for ids in prompts]
         texts = [text.rstrip(_HALF) for text in self.theirs.decode(readable)]
-        for prompt, ids in zip(readable, self.own._ids(texts)):
+        for prompt, ids in zip(readable, self.own.ids(texts)):
             ids = ids if ids[:1] == opening else opening + ids
             ids = [min(number, self.own.size - 1) for number in ids] or [0]
             scripts.append(AssistantText(ids, len(ids), prompt[-_BEFORE:]))
@@ -181,47 +159,8 @@ class Translation:
         return self.theirs.encode([text.rstrip(_HALF) for text in texts])
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the ids of a vocabulary by the texts of its tokens, where tokenizers write spaces and bytes differently.
-
-    The output does not depend on it: which tokens count as equal decides about drafts alone.
-    """
-    first = cast("list[int]", tokenizer(" ", add_special_tokens=False)["input_ids"])[:1]
-    sign = "".join(cast("list[str]", tokenizer.convert_ids_to_tokens(first)))[:1]
-    vocabulary, found = tokenizer.get_vocab().items(), dict[str, int]()
-    for token, number in sorted(vocabulary, key=lambda item: (_byte(item[0]) is not None, item[1])):
-        found.setdefault(_token_text(token, sign), number)
-    return found
-
-
-def _token_text(token: str, sign: str) -> str:
-    """Return the text of a token, a part of a character as one surrogate per byte; `sign` stands for a space."""
-    if sign == "Ġ" and all(letter in _BYTES for letter in token):
-        return bytes(_BYTES[letter] for letter in token).decode("utf-8", "surrogateescape")
-    if sign == "▁":
-        byte = _byte(token)
-        return token.replace(sign, " ") if byte is None else bytes([byte]).decode("utf-8", "surrogateescape")
-    return token
-
-
-def _byte(token: str) -> int | None:
-    """Return the byte that a token like <0x0A> stands for."""
-    is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return int(token[3:5], 16) if is_byte else None
-
-
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTES = {chr(byte): byte for byte in _PRINTED} | {
-    chr(256 + index): byte for index, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)
-}
-"""The letters by which byte-level vocabularies write bytes: themselves where they print, others from 256 on."""
-
-
 class CommonVocabulary(SharedVocabulary):
-    """The tokens that two vocabularies have in common, which alone are drafted; the distribution is restricted to them.
-
-    `own_ids` [N] are the assistant's ids of them, and `ids` [N] the backbone's, rising.
-    """
+    """The tokens that two vocabularies have in common (`Translation.ids`), to which drafts are restricted."""
 
     def __init__(self, own: int, theirs: int, own_ids: Tensor, ids: Tensor) -> None:
         super().__init__(own, theirs, len(ids))
@@ -246,7 +185,6 @@ class OwnVocabulary(SharedVocabulary):
     def choose(
         self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `SharedVocabulary`; distributions are for the threshold alone."""
         best = logits.max(-1)
         options.numbers.note(best.values)
         return best.indices, logits.float().softmax(-1) if options.threshold else None
@@ -264,12 +202,7 @@ class TranslatedSession(AssistantSession):
     """
 
     target: RaggedBackbone
-
-    def __init__(
-        self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary, translation: Translation
-    ) -> None:
-        super().__init__(model, options, vocabulary)
-        self.translation = translation
+    translation: Translation
 
     def begin(self, outputs: object, view: CacheView) -> None:
         real = zip(*(part.tolist() for part in self._prompt(view)))
@@ -282,7 +215,7 @@ class TranslatedSession(AssistantSession):
         self._read(block, is_id, _AGAIN)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Do nothing: the next draft begins with the text."""
+        pass  # the next draft begins with the text
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         self._follow(tokens)
@@ -296,7 +229,6 @@ class TranslatedSession(AssistantSession):
         raise NotImplementedError
 
     def _follow(self, tokens: Sequences) -> list[list[int]]:
-        """Read the backbone's new ids of every sequence, and return them."""
         counts = [length - read for length, read in zip(tokens.lengths, self.read)]
         new = tokens.newest_on_host
         if [len(ids) for ids in new] != counts:  # in transformers' own loop nobody has looked yet
@@ -325,12 +257,12 @@ class CommonSession(TranslatedSession):
     def __init__(self, model: PreTrainedModel, options: DraftOptions, translation: Translation) -> None:
         ids, own_ids = (part.to(options.prompt.device) for part in (translation.ids, translation.own_ids))
         sizes = translation.own.size, translation.theirs.size
-        super().__init__(model, options, CommonVocabulary(*sizes, own_ids, ids), translation)
+        super().__init__(model, options, CommonVocabulary(*sizes, own_ids, ids))
+        self.translation = translation
         self.own_of = dict(zip(translation.ids.tolist(), translation.own_ids.tolist()))
         self.drafted = 0  # tokens of the last draft that were fed
 
     def _follow(self, tokens: Sequences) -> list[list[int]]:
-        """See `TranslatedSession`; accepted tokens are in the cache already."""
         new = super()._follow(tokens)
         is_alone = max(tokens.drafted_on_host) <= self.drafted + 1  # else others' tokens may have been accepted
         for cached, ids in zip(self.cached, new if is_alone else []):
@@ -349,10 +281,10 @@ class TextSession(TranslatedSession):
     """The drafts of one call, translated as text."""
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions, translation: Translation) -> None:
-        super().__init__(model, options, OwnVocabulary(translation.own.size), translation)
+        super().__init__(model, options, OwnVocabulary(translation.own.size))
+        self.translation = translation
 
     def _drafted(self, logits: Tensor, tokens: Sequences, length: int) -> DraftTree:
-        """See `TranslatedSession`; no more than `length` tokens of the backbone."""
         own = self._chain(logits, length, tokens).tokens.tolist()
         for cached, ids in zip(self.cached, own):
             cached += ids[:-1]

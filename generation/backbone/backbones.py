@@ -9,7 +9,6 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     StaticCache,
     cache_utils,
@@ -26,19 +25,13 @@ from transformers.cache_utils import (
 )
 
 from ...configuration.cache_names import CACHE, NAMES
-from ...configuration.fields import (
-    chooses_blocks,
-    compresses_windows,
-    has_short_convolutions,
-    learned_positions,
-)
 from ..tensors.masks import check_attention
 from ..tensors.wrapped_models import Kwargs, has_own_cache
 from .compressed import CompressedBackbone
 from .convolved import ConvolvedBackbone
 from .repacking import LockstepBackbone, RealignedBackbone
 from .static import PlannedCache, StaticBackbone
-from .target import DynamicCacheBackbone, RaggedBackbone, is_recurrent
+from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
 _KINDS = (
@@ -55,8 +48,6 @@ _CONVOLVED = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWin
 """Layers with short convolutions and attention."""
 _FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
 """Models whose mixers compute a block of several tokens otherwise than single ones, without the state before it say."""
-_ALIBI = ("bloom", "mpt")
-"""Models without other positions."""
 _CAUSAL = ("gpt_neox_japanese",)
 """Decoders that neither config nor layers identify."""
 _IMAGES_APART = ("git",)
@@ -84,7 +75,7 @@ def check_model(model: PreTrainedModel, instead: str = "attach to another backbo
     if not model._is_stateful and not any(_takes(type(model), cache) for cache in NAMES):
         raise ValueError(f"{name}: its forward takes no {CACHE}; {instead}")
     # with ALiBi only distances count; a model of states decodes plainly, or has its own rollback
-    is_free = _has_alibi(model) or model._is_stateful or has_own_cache(model)
+    is_free = traits_of(model).has_alibi or model._is_stateful or has_own_cache(model)
     if not is_free and not any(_takes(type(part), "position_ids") for part in (model, model.get_decoder())):
         raise ValueError(f"{name}: its forward takes no position_ids; {instead}")
 
@@ -107,14 +98,10 @@ def check_trees(backbone: PreTrainedModel) -> None:
         ValueError: Attention without dense masks, or with distances between columns: in a tree, siblings have
             different columns at the same distance.
     """
-    config = backbone.config.get_text_config()
     check_attention(backbone.config, "trees of drafts")
-    by_columns = "ALiBi" if _has_alibi(backbone) else "local attention" if _is_local(config) else None
-    by_columns = "an index of blocks" if chooses_blocks(config) else by_columns
-    by_columns = "an attention to compressed windows" if compresses_windows(config) else by_columns
-    by_columns = "attention with short convolutions" if has_short_convolutions(config) else by_columns
-    if by_columns:
-        raise ValueError(f"{config.model_type}: {by_columns} takes distances from columns: leave draft_tree out")
+    if (reason := traits_of(backbone).by_columns) is not None:
+        name = backbone.config.get_text_config().model_type
+        raise ValueError(f"{name}: {reason} takes distances from columns: leave draft_tree out")
 
 
 def takes_dense_masks(model: PreTrainedModel) -> bool:
@@ -131,16 +118,6 @@ def _looks_ahead(backbone: PreTrainedModel) -> bool:
     if getattr(backbone.config, "is_decoder", True) or backbone.config.model_type in _CAUSAL:
         return False
     return not any(getattr(module, "is_causal", False) for module in backbone.get_decoder().modules())
-
-
-def _has_alibi(backbone: PreTrainedModel) -> bool:
-    config = backbone.config.get_text_config()
-    return config.model_type in _ALIBI or bool(getattr(config, "alibi", False))
-
-
-def _is_local(config: PreTrainedConfig) -> bool:
-    """Return whether any layer has GPT-Neo's attention window, which depends on columns."""
-    return "local" in (getattr(config, "attention_layers", None) or ())
 
 
 def check_prompt(backbone: PreTrainedModel, call: Kwargs, config: GenerationConfig, has_own_cache: bool) -> None:
@@ -161,7 +138,7 @@ def check_prompt(backbone: PreTrainedModel, call: Kwargs, config: GenerationConf
         if low < 0 or high >= text.vocab_size:
             wrong = low if low < 0 else high
             raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {text.vocab_size - 1}")
-    limit = text.max_position_embeddings if has_own_cache else learned_positions(text)
+    limit = text.max_position_embeddings if has_own_cache else traits_of(backbone).table
     if limit is not None and tensor.shape[1] > limit:
         raise ValueError(f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}")
     mask, new = call.get("attention_mask"), config.max_new_tokens or (config.max_length or 0) - tensor.shape[1]
@@ -195,15 +172,10 @@ def check_user_cache(call: Kwargs, config: GenerationConfig) -> None:
         raise ValueError(f"{CACHE} has room for {room} tokens of {tokens}: {more}")
 
 
-def is_repackable(cache: Cache | None, config: PreTrainedConfig) -> bool:
-    """Return whether sequences of this cache may accept different numbers of tokens: its layers support rollback.
-
-    Args:
-        cache: A cache of transformers; None: a new one.
-        config: The backbone's.
-    """
-    if cache is None or has_short_convolutions(config):
-        return cache is None or all(type(layer) in _CONVOLVED for layer in cache.layers)
+def is_repackable(cache: Cache, traits: Traits) -> bool:
+    """Return whether sequences of a backbone's cache may accept different numbers of tokens: all layers roll back."""
+    if traits.convolves:
+        return all(type(layer) in _CONVOLVED for layer in cache.layers)
     return all(type(layer) in _KINDS or _has_blocks(layer) for layer in cache.layers)
 
 
@@ -223,8 +195,8 @@ def can_roll_back(model: PreTrainedModel) -> bool:
         return False
     cache = DynamicCache(config=model.config)
     has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
-    is_known = is_recurrent(cache) or compresses_windows(model.config)
-    return has_columns and is_known and is_repackable(cache, model.config)
+    is_known = is_recurrent(cache) or traits_of(model).compresses_windows
+    return has_columns and is_known and is_repackable(cache, traits_of(model))
 
 
 def takes_fixed_size(model: PreTrainedModel) -> bool:
@@ -244,15 +216,16 @@ def target_of(
 ) -> DynamicCacheBackbone:
     """Return the target of a model on a cache of transformers with the prompt in it; see `DynamicCacheBackbone` and
     `RaggedBackbone`."""
-    if not is_repackable(cache, model.config):
+    traits = traits_of(model)
+    if not is_repackable(cache, traits):
         return LockstepBackbone(model, cache, like, mask, model_kwargs)
-    if has_short_convolutions(model.config):
+    if traits.convolves:
         return ConvolvedBackbone(model, cache, like, mask, model_kwargs, limit=limit, span=span)
     if isinstance(cache, PlannedCache) and cache.room is not None:
         return StaticBackbone(model, cache, like, mask, model_kwargs, span=span)
     is_known = all(type(layer) in _FIXED or _has_blocks(layer) for layer in cache.layers)
-    takes_masks = takes_dense_masks(model) or chooses_blocks(model.config) or compresses_windows(model.config)
+    takes_masks = traits.chooses_blocks or traits.compresses_windows or takes_dense_masks(model)
     if is_known and takes_masks and not cache.offloading:
-        kind = CompressedBackbone if compresses_windows(model.config) else RaggedBackbone
+        kind = CompressedBackbone if traits.compresses_windows else RaggedBackbone
         return kind(model, cache, like, mask, model_kwargs, limit=limit, span=span)
     return RealignedBackbone(model, cache, like, mask, model_kwargs)

@@ -25,17 +25,20 @@ from transformers import AttentionInterface, Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ...configuration.fields import mask_kinds
 from ..call.sequences import NewTokens
-from ..contract import DraftTree
+from ..contract import CacheView, DraftTree
 from ..tensors.masks import PACKED, blocks_of, cached_arange, cached_range, model_mask
-from ..tensors.wrapped_models import untyped
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
 """Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""
 _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)  # by token, and their dimension of columns; the last is rare
 _WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}  # kinds of layers whose tokens are real, all of them
 _NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks are local
+_MASKS_OF = {
+    "hybrid": ("full_attention", "linear_attention"),
+    "hybrid_sliding": ("sliding_attention", "linear_attention"),
+}
+"""The masks that layers with states beside attention read."""
 Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
 
 
@@ -107,7 +110,7 @@ class CacheLayout:
             if isinstance(layer, DynamicLayer):
                 cache.layers[index] = kind(self, layer)
         if (new := cache.layer_class_to_replicate) is not None:  # layers are made when they are first written to
-            cache.layer_class_to_replicate = untyped(lambda: kind(self, cast(DynamicLayer, new())))
+            cache.layer_class_to_replicate = cast(Any, lambda: kind(self, cast(DynamicLayer, new())))
 
     def restore_layers(self, cache: Cache, columns: int) -> None:
         """Lay a cache out as after plain decoding, with so many columns."""
@@ -485,3 +488,30 @@ def laid_out(states: Tensor, first: int, dim: int, size: int) -> Tensor:
     else:
         slots.index_copy_(dim, cached_range(first, count, states.device) % size, states)
     return slots
+
+
+def mask_kinds(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of masks that a model's layers read, of which layers with states beside attention read two."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return {kind for each in kinds for kind in _MASKS_OF.get(each, (each,))}
+
+
+def drafter_layout(view: CacheView, size: int, limit: int, span: int, name: str) -> CacheLayout:
+    """Return the layout of a drafter's cache, which grows, or has a fixed size where the backbone's has one.
+
+    Args:
+        view: Of the backbone's cache.
+        size: Columns of the prompt.
+        limit: See `CacheLayout`.
+        span: See `CacheLayout`.
+        name: Begins the names of what the view holds for it.
+    """
+    fixed = view.fixed_layout(size, limit, span, name)
+    mask = view.mask[:, view.mask.shape[1] - size :]
+    return CacheLayout(mask, view.is_padded, limit, span, view.counts) if fixed is None else fixed
+
+
+def of_accepted(state: Tensor, new: Tensor) -> Tensor:
+    """Return hidden states [B, F, D] of a block with zeros after the first `new` [B]: no rejected draft leaves NaN."""
+    is_other = cached_arange(state.shape[1], state.device) >= new.to(state.device)[:, None]  # [B, F]
+    return state.masked_fill(is_other[..., None], 0)

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ...configuration.fields import field
 from ..call.sequences import NewTokens
-from ..contract import DraftTree, States, TargetOutput, each_state
+from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
 from ..tensors.buffers import Buffers, held_bytes, lend
 from ..tensors.masks import cached_range
 from ..tensors.wrapped_models import Kwargs, untyped
@@ -193,6 +193,74 @@ class FixedLayer(RaggedLayer):
         return self.layout.ends.max() + self.layout.block_offset
 
 
+class DrafterLayout(FixedLayout):
+    """The ends of the sequences in a drafter's cache of a fixed size; the host only knows where they began.
+
+    Nothing of a cycle depends on how long the prompt is, so that a recorded one serves prompts of any length.
+
+    Args:
+        view: Of the backbone's cache.
+        size: Columns of the prompt.
+        limit: See `CacheLayout`.
+        span: See `CacheLayout`.
+        name: Begins the names of what the view holds for it.
+    """
+
+    def __init__(self, view: CacheView, size: int, limit: int, span: int, name: str) -> None:
+        super().__init__(view.mask[:, view.mask.shape[1] - size :], view.is_padded, limit, span)
+        self.view, self.name, self.num_layers, self.lengths = view, name, 0, [0] * len(self.lengths)
+        self.padding = self.prompt - view.counts  # [B]
+        self.hold(view.held, name)
+
+    def held(self, part: str, value: Tensor) -> Tensor:
+        """Return a value at an address that lasts, see `CacheView.held`."""
+        return self.view.held(f"{self.name}.{part}", value)
+
+    def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
+        """See `CacheLayout`."""
+        super().install_layers(cache, kind or DrafterLayer)
+
+    def visible(
+        self,
+        count: int,
+        window: int | None = None,
+        chunk: int | None = None,
+        new: Tensor | None = None,
+        depths: Tensor | None = None,
+    ) -> Tensor:
+        """See `CacheLayout`; the block's slots are noted, too."""
+        self.begin(count)
+        return super().visible(count, window, chunk, new, depths)
+
+
+class DrafterLayer(FixedLayer):
+    """A layer of a drafter's cache, which its first block allocates."""
+
+    layout: DrafterLayout
+
+    def __init__(self, layout: DrafterLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
+        self.number = layout.num_layers
+        layout.num_layers += 1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        size = self.layout.size(self.is_sliding)
+        if self.keys is None or self.keys.shape[2] < size:
+            self._allocate("keys", key_states, size)
+            self._allocate("values", value_states, size)
+        return super().update(key_states, value_states)
+
+    def _allocate(self, name: str, states: Tensor, size: int) -> None:
+        """Allocate `size` columns, with what there is, and zeros: attention reads all, and 0 times NaN is NaN."""
+        held = cast("Tensor | None", getattr(self, name))
+        held = (
+            states.new_zeros(*states.shape[:2], size, states.shape[3]) if held is None else self._grown(held, 2, size)
+        )
+        setattr(self, name, self.layout.held(f"{name}.{self.number}", held))
+
+
 class StaticBackbone(RaggedBackbone):
     """A model on a cache of a fixed size; `span` is the longest block, as far as it is known."""
 
@@ -218,6 +286,10 @@ class StaticBackbone(RaggedBackbone):
     def held(self, name: str, value: Tensor) -> Tensor:
         """See `CacheView`."""
         return self.buffers.hold(name, value) if self.is_fixed and self.buffers is not None else value
+
+    def fixed_layout(self, size: int, limit: int, span: int, name: str) -> DrafterLayout | None:
+        """See `CacheView`."""
+        return DrafterLayout(self, size, limit, span, name) if self.is_fixed else None
 
     @property
     def marks(self) -> tuple[object, ...]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +20,15 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...configuration.cache_names import CACHE
-from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
+from ...configuration.fields import (
+    chooses_blocks,
+    compresses_windows,
+    has_short_convolutions,
+    learned_positions,
+    masks_padding_alone,
+    rotary_border,
+    rotates_anew,
+)
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
@@ -33,14 +42,63 @@ _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 _COPIED = 64
 """Columns that may be copied for every token that may follow, where ended sequences are left out."""
 _LAYERS = (masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer)
+_ALIBI = ("bloom", "mpt")
+"""Models without other positions."""
 
 
 def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
     """Return the class of layers that a model's attention reads; None: any."""
-    for is_of, kind in _LAYERS:
-        if is_of(config):
-            return kind
-    return None
+    return next((kind for is_of, kind in _LAYERS if is_of(config)), None)
+
+
+class Traits(NamedTuple):
+    """What a call asks of a backbone, and its configuration tells.
+
+    Attributes:
+        table: Positions of a table; None: they are computed.
+        rotary_border: See `fields.rotary_border`.
+        layer_type: The class of layers that its attention reads; None: any.
+        chooses_blocks: See `fields.chooses_blocks`.
+        compresses_windows: See `fields.compresses_windows`.
+        convolves: See `fields.has_short_convolutions`.
+        has_alibi: Whether only distances count.
+        by_columns: What takes distances from columns, so that the siblings of a tree differ; None: nothing does.
+    """
+
+    table: int | None
+    rotary_border: tuple[str, int] | None
+    layer_type: type[RaggedLayer] | None
+    chooses_blocks: bool
+    compresses_windows: bool
+    convolves: bool
+    has_alibi: bool
+    by_columns: str | None
+
+
+_TRAITS: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
+
+
+def traits_of(model: PreTrainedModel) -> Traits:
+    """Return the traits of a model, which are found once."""
+    if (known := _TRAITS.get(model)) is None:
+        known = _TRAITS[model] = _traits(model.config)
+    return known
+
+
+def _traits(config: PreTrainedConfig) -> Traits:
+    text = config.get_text_config()
+    blocks, windows, convolves = chooses_blocks(config), compresses_windows(config), has_short_convolutions(config)
+    has_alibi = text.model_type in _ALIBI or bool(getattr(text, "alibi", False))
+    reasons = {
+        "attention with short convolutions": convolves,
+        "an attention to compressed windows": windows,
+        "an index of blocks": blocks,
+        "ALiBi": has_alibi,
+        "local attention": "local" in (getattr(text, "attention_layers", None) or ()),  # GPT-Neo's
+    }
+    by_columns = next((reason for reason, holds in reasons.items() if holds), None)
+    table, border = learned_positions(text), rotary_border(text)
+    return Traits(table, border, layer_class(config), blocks, windows, convolves, has_alibi, by_columns)
 
 
 def note_positions(cache: Cache, position_ids: Tensor) -> None:
@@ -278,9 +336,9 @@ class RaggedBackbone(DynamicCacheBackbone):
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
-        self.limit, self.masks_alone = limit, masks_padding_alone(self.model.config.get_text_config())
+        kind = self.layer_type or traits_of(self.model).layer_type
+        self.limit, self.masks_alone = limit, kind is AlignedLayer
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
-        kind = self.layer_type or layer_class(self.model.config)
         self.layout.install_layers(self.cache, kind)
         self.takes_cuts = kind is None and not (self.replay or self.layout.window)
 
@@ -312,7 +370,8 @@ class RaggedBackbone(DynamicCacheBackbone):
             tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
         self.layout.block_offset, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
-            outputs = self._call(block, tree.positions(), tree, self.last_position, options)
+            depths = cached_range(0, block.shape[1], block.device) if tree.is_chain else tree.positions()
+            outputs = self._call(block, depths, tree, self.last_position, options)
             if self.open is None:
                 return TargetOutput(outputs.logits, outputs.hidden_states)
             spread = partial(_spread, open_ones=self.open, batch=batch)

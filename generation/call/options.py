@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
 GENERATE_KWARGS = (
-    "verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary", "scope",
+    "verification", "draft_tree", "uniforms", "seed", "slot_budget", "draft_vocabulary", "scope",
 )  # fmt: skip
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
 _ANY = 1 << 31
@@ -51,8 +51,8 @@ class CallOptions:
         threshold: A chain ends with a token that its own distribution gave less probability in every sequence; 0:
             never. Trees, n-grams and parallel token prediction ignore it with a warning.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
-        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
-            prediction, `draft_vocabulary` of sequential modules, `scope` of look-ups that remember text, tokenizers of
+        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget` of parallel token prediction,
+            `draft_vocabulary` of sequential modules, `scope` of look-ups that remember text, tokenizers of
             assistants.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from the call's uniforms.
         speculates: Whether drafts are made.
@@ -186,44 +186,31 @@ class NumberCheck:
         return (noted[0] if len(noted) == 1 else torch.cat(noted, 1)).amax(1)
 
 
-@dataclass(frozen=True, eq=False)
-class DraftOptions:
-    """The options of one call for its draft session and verifier.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DraftOptions(CallOptions):
+    """The options of one call with what transformers prepared, for its draft session and verifier.
 
     Attributes:
         backbone: The target model.
-        drafts: False: tokens are only picked, and never drafted.
         do_sample: Whether tokens are drawn.
-        num_tokens: The longest path of a draft.
-        verification: Name of the rule; None for the default.
-        threshold: See `CallOptions`.
-        schedule: See `CallOptions`.
-        draft_tree: Complete options of a tree of drafts (`growth.tree_options`); None for a chain.
         processors: The target's logits processors; `processing` applies them.
         max_length: Tokens of the longest sequence, prompt included.
         prompt: [B, L] int64.
         sampling: The target's `temperature`, `top_k` and `top_p`.
         pad: Id that `generate` writes after a sequence's end.
-        extra: See `CallOptions`.
         cache: The `cache_implementation` of the call.
         ends: Ids that end a sequence.
         numbers: What the drafts of a cycle were chosen from.
     """
 
     backbone: PreTrainedModel
-    drafts: bool
+    draft_tree: Kwargs | None = None  # complete by now (`growth.tree_options`)
     do_sample: bool
-    num_tokens: int
-    verification: str | None
-    threshold: float
-    schedule: str
-    draft_tree: Kwargs | None
     processors: LogitsProcessorList
     max_length: int
     prompt: Tensor
     sampling: dict[str, float | None]
     pad: int = 0
-    extra: Kwargs = field(default_factory=dict)
     cache: str | None = None
     ends: frozenset[int] = frozenset()
     numbers: NumberCheck = field(default_factory=NumberCheck)
@@ -240,23 +227,22 @@ class DraftOptions:
         """Return the options of a call together with the arguments that transformers prepared."""
         pad, end = getattr(config, "_pad_token_tensor", None), config.eos_token_id
         return cls(
+            **vars(options),
             backbone=backbone,
-            drafts=options.speculates,
             do_sample=bool(config.do_sample),
-            num_tokens=options.num_assistant_tokens or 0,
-            verification=options.verification,
-            threshold=options.threshold,
-            schedule=options.schedule,
-            draft_tree=cast("Kwargs | None", options.draft_tree),  # complete by now
             processors=processors,
             max_length=config.max_length,
             prompt=prompt,
             sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
             pad=0 if pad is None else int(pad),
-            extra=options.extra,
             cache=config.cache_implementation,
             ends=frozenset(end if isinstance(end, (list, tuple)) else () if end is None else (end,)),
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """The longest path of a draft."""
+        return self.num_assistant_tokens or 0
 
     @cached_property
     def processing(self) -> Processing:
@@ -336,9 +322,9 @@ class DraftOptions:
         return [*unsure, True].index(True) + 1
 
     def warn_of_threshold(self, session: DraftSession, name: str) -> None:
-        """Warn where a threshold is set and the drafts of a session, made by the drafter `name`, ignore it."""
+        """Warn where the drafts of a session, made by the drafter `name`, ignore the threshold."""
         is_tree = self.draft_tree is not None
-        if self.drafts and self.threshold and (is_tree or not session.supports_confidence_threshold):
+        if is_tree or not session.supports_confidence_threshold:
             what = f"{'trees' if is_tree else 'drafts'} of {name}: they are verified whole."
             logger.warning_once(f"assistant_confidence_threshold={self.threshold} is not read by {what}")
 

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
-from transformers.utils import logging
 
 from ..contract import DraftTree
 from ..tensors.masks import numbers
-from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
 from .positions import KNOWN, POINTWISE, Processor, TreePositions, apply_pointwise
 from .sequences import Sequences
 from .state import StateWatch, is_stateless
 
-logger = logging.get_logger(__name__)
 _COUNTING = (library.UnbatchedClassifierFreeGuidanceLogitsProcessor, library.SynthIDTextWatermarkLogitsProcessor)
 
 
@@ -37,10 +34,6 @@ def counts_calls(processor: LogitsProcessor) -> bool:
     The library's own are known; a user's processor has an attribute `counts_calls = True`, or is found by `StateWatch`.
     """
     return isinstance(processor, _COUNTING) or bool(getattr(processor, "counts_calls", False))
-
-
-_CHECKED = 4
-"""How often a mask that a processor offers is compared with what the processor excludes."""
 
 
 class Processing:
@@ -63,7 +56,6 @@ class Processing:
         self.reads_ids = any(type(p) is library.SuppressTokensLogitsProcessor for p in self.pointwise)
         self.is_pointwise = len(self.pointwise) == len(self.processors)
         self.constraints = Constraints(self.processors, ends, prompt_length)
-        self.unchecked = _CHECKED
 
     def __call__(self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool]) -> Tensor:
         """Return the target's scores [B, m + 1, v].
@@ -133,7 +125,7 @@ class Processing:
         positions, size = TreePositions(tokens, tree, self.pad), logits.shape[-1]
         output, ids, offered = logits.clone(), positions.ids, dict[int, Tensor]()
         for processor in self.processors:
-            if is_automaton(processor) or (self.unchecked and offers_automaton(processor)):
+            if is_automaton(processor):
                 offered[id(processor)] = self.constraints.of_automaton(processor, tokens, positions.paths, size)
         depths, parents = _on_host(tree)
         possible = [[True] * logits.shape[1] for _ in done]
@@ -146,31 +138,15 @@ class Processing:
             prefixes, scores = ids[..., ids.shape[2] - length :][here], logits[here]  # [B, length], [B, v]
             index = torch.tensor(used, device=logits.device)  # [b]
             for processor in self.processors:
-                mask = offered[id(processor)][here] if id(processor) in offered else None  # [B, v]
-                if mask is not None and is_automaton(processor):
-                    scores = scores.masked_fill(~mask, -torch.inf)
-                    continue
-                before = scores.clone() if self.unchecked else scores
-                scores = _applied(processor, chosen, used, prefixes, scores)
-                if self.unchecked and (mask is not None or offers_mask(processor)):
-                    offer = processor.allowed(prefixes[index]) if mask is None else mask[index]
-                    self._compare(processor, fitted(offer, size, processor), before[index], scores[index])
+                if id(processor) in offered:
+                    scores = scores.masked_fill(~offered[id(processor)][here], -torch.inf)  # [B, v]
+                else:
+                    scores = _applied(processor, chosen, used, prefixes, scores)
             if is_over():
                 return output, length
             output[index, here[1][index]] = scores[index].to(output.dtype)
             self._close(possible, used, chosen, parents, scores, tree.tokens)
-        self.unchecked = max(self.unchecked - 1, 0)
         return output, sys.maxsize
-
-    def _compare(self, processor: object, offer: Tensor, before: Tensor, after: Tensor) -> None:
-        """Warn of a processor whose mask [N, v] is not what it excludes: its drafts are worse, and the output is
-        not."""
-        excluded = after == -torch.inf  # [N, v]
-        if bool(((excluded == offer) & (before > -torch.inf)).any()):
-            logger.warning_once(
-                f"{type(processor).__name__} excludes other tokens than its `allowed` says: drafts follow `allowed`, "
-                "the text follows the processor, and fewer drafts are accepted than could be"
-            )
 
     def _close(
         self,

@@ -93,20 +93,6 @@ class CycleCosts:
         return lengths, times
 
 
-class ConstantLength:
-    """The same length in every cycle."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-
-    def length(self) -> int:
-        """Return it."""
-        return self.longest
-
-    def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
-        """Do nothing."""
-
-
 class AdaptiveSchedule:
     """The length with the most expected tokens per second.
 

@@ -16,26 +16,19 @@ from ..tensors.masks import cached_arange
 
 
 class LookUpDrafter(AttachableDrafter):
-    """A drafter that looks its drafts up in text and has no model: they may be of any length.
-
-    Attributes:
-        num_tokens: Tokens to draft where no option sets a number.
-    """
+    """A drafter that has no model; it drafts `num_tokens` where no option sets a number, which may be any."""
 
     drafts_trees, reads_prompt = True, False
     num_tokens: int
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The backbone's: its vocabulary and special ids are the drafter's."""
         return self.backbone.config
 
     def longest_draft(self) -> int | None:
-        """Return None: any number."""
         return None
 
     def default_draft(self) -> int:
-        """Return `num_tokens`."""
         return self.num_tokens
 
 
@@ -48,17 +41,6 @@ class TableDrafter(LookUpDrafter):
     """
 
     table: Tensor | None = None
-
-    @staticmethod
-    def check_counts(**counts: tuple[object, int]) -> None:
-        """Refuse values that are no whole numbers, or smaller than the least one beside them.
-
-        Raises:
-            ValueError: It names the argument.
-        """
-        for name, (value, least) in counts.items():
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
 
     def first_entry(self, vocabulary: int) -> Tensor:
         """Return what every entry is before anything is known of its token."""
@@ -80,7 +62,6 @@ class TableDrafter(LookUpDrafter):
             self.table.copy_(self.first_entry(len(self.table) - 1))
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a function by which the drafter forgets what it has read since."""
         known = None if self.table is None else self.table.clone()
 
         def restore() -> None:
@@ -92,17 +73,12 @@ class TableDrafter(LookUpDrafter):
 
 
 class TableSession(DraftSession):
-    """The drafts of one call from a table of `TableDrafter`.
-
-    Args:
-        options: Of the call.
-        table: [V + 1, k, ...], what the session reads and writes of it.
-    """
+    """The drafts of one call from a table [V + 1, k, ...], or a part of it."""
 
     takes_fixed = True
 
     def __init__(self, options: DraftOptions, table: Tensor) -> None:
-        self.options, self.table = options, table
+        self.options, self.table, self.num_tokens = options, table, options.num_tokens
 
     def candidates(self, tokens: Sequences) -> Tensor:
         """Return the entries of the last tokens, [B, k, ...], those first whose first token the constraints allow."""

@@ -13,8 +13,7 @@ from ..attach import AttachableDrafter
 from ..backbone.backbones import takes_dense_masks
 from ..backbone.target import is_recurrent
 from ..call.options import CallOptions, DraftOptions
-from ..call.outputs import Speculation
-from ..call.sequences import Sequences
+from ..call.sequences import Sequences, Speculation
 from ..contract import (
     CacheView,
     DraftSession,
@@ -75,26 +74,18 @@ class DrafterCascade(AttachableDrafter):
 
     @property
     def label(self) -> str:
-        """See `BaseDrafter`."""
         return f"{type(self).__name__} of {', '.join(drafter.label for drafter in self.drafters)}"
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The backbone's."""
         return self.backbone.config
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse what any of the drafters refuses, and trees where only chains can be verified.
-
-        Raises:
-            ValueError: The backbone does not fit.
-        """
+        """Refuse what any of the drafters refuses, and trees where only chains can be verified."""
         for drafter in self.drafters:
             drafter.check_backbone(backbone)
         if self.joins and (is_recurrent(DynamicCache(config=backbone.config)) or not takes_dense_masks(backbone)):
-            raise ValueError(
-                f"joins=True verifies trees of drafts, and {type(backbone).__name__} takes chains alone: leave it out"
-            )
+            raise ValueError(f"joins=True verifies trees, and {type(backbone).__name__} takes chains alone")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Attach the drafters that are not yet; they stay attached when the cascade is detached."""
@@ -102,29 +93,21 @@ class DrafterCascade(AttachableDrafter):
             drafter.attach(backbone)
 
     def longest_draft(self) -> int | None:
-        """Return the most of all."""
         longest = [drafter.longest_draft() for drafter in self.drafters]
         return None if None in longest else max(each or 0 for each in longest)
 
     def default_draft(self) -> int:
-        """Return the most of all."""
         return max(drafter.default_draft() for drafter in self.drafters)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return those of all."""
         parts = ((index, each) for index, drafter in enumerate(self.drafters) for each in drafter.parts().items())
         return {f"{index}.{name}": part for index, (name, part) in parts}
 
     def obstacle(self, config: GenerationConfig, model_kwargs: Kwargs) -> str | None:
-        """Return the first of any."""
         return next(filter(None, (drafter.obstacle(config, model_kwargs) for drafter in self.drafters)), None)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Request a tree where drafts are joined, so that there is room for one.
-
-        Raises:
-            ValueError: Another tree is requested.
-        """
+        """Request a tree where drafts are joined, so that there is room for one."""
         if self.joins and options.draft_tree is not None:
             raise ValueError(f"draft_tree={options.draft_tree!r}: with joins=True the last drafter's is a chain")
         options = super().prepare_call(options, config)
@@ -139,7 +122,6 @@ class DrafterCascade(AttachableDrafter):
         return replace(prepared, num_assistant_tokens=max(longest, number), draft_tree=tree)
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a function by which the drafters forget the text that they have read since."""
         points = [drafter.restore_point() for drafter in self.drafters]
 
         def restore() -> None:
@@ -149,18 +131,14 @@ class DrafterCascade(AttachableDrafter):
         return restore
 
     def start(self, options: DraftOptions) -> CascadeSession:
-        """Return the session of one call.
-
-        Raises:
-            ValueError: A drafter that cannot be one of several.
-        """
+        """Return the session of one call; a ValueError names a drafter that cannot be one of several."""
         sessions = []
         for drafter in self.drafters:
             tree, number = None, drafter.default_draft()
             if drafter is self.last and options.draft_tree is not None and not self.joins:
                 tree, number = tree_options(options.draft_tree, drafter.longest_draft())
             sessions.append(
-                drafter.session(replace(options, num_tokens=min(options.num_tokens, number), draft_tree=tree))
+                drafter.session(replace(options, num_assistant_tokens=min(options.num_tokens, number), draft_tree=tree))
             )
         for drafter, session in zip(self.drafters, sessions):
             is_sure = drafter is self.last or session.expected is not None
@@ -181,7 +159,6 @@ class LookupCalibration:
 
     @property
     def factor(self) -> float:
-        """Accepted by expected tokens."""
         return (_START + self.accepted) / (_START + self.expected)
 
     def note(self, expected: float = 0.0, accepted: float = 0.0) -> None:
@@ -239,5 +216,4 @@ class CascadeSession(DraftSession):
             session.finish(statistics)
 
     def coverage(self, tokens: Tensor) -> float | None:
-        """Return the last drafter's: look-ups draft every token."""
         return self.sessions[-1].coverage(tokens)

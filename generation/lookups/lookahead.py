@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ...configuration.fields import check_values
 from ..backbone.backbones import takes_dense_masks
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
@@ -45,22 +46,17 @@ class LookaheadDrafter(TableDrafter):
     """
 
     def __init__(self, window: int = 15, ngram_size: int = 5, candidates: int = 15) -> None:
-        self.check_counts(window=(window, 1), ngram_size=(ngram_size, 2), candidates=(candidates, 1))
         self.window, self.ngram_size, self.candidates = window, ngram_size, candidates
+        check_values(self, {}, {"window": "[1, inf)", "ngram_size": "[2, inf)", "candidates": "[1, inf)"})
         self.num_tokens = window + ngram_size - 2
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """See `BaseDrafter`; its tree is its own.
-
-        Raises:
-            ValueError: Another `draft_tree`.
-        """
+        """See `BaseDrafter`; its tree is its own, and another `draft_tree` is refused."""
         levels, window = self.sizes(options.num_assistant_tokens or self.num_tokens)
         nodes = levels * (self.candidates + window)
         tree = {"depth": levels + window - 2, "top_k": self.candidates + 1, "total_tokens": nodes + 1}
         if options.draft_tree not in (None, tree):
-            own = "window, ngram_size and candidates"
-            raise ValueError(f"draft_tree={options.draft_tree!r}: {type(self).__name__} makes its trees of its {own}")
+            raise ValueError(f"draft_tree={options.draft_tree!r}: trees follow from window, ngram_size and candidates")
         if takes_dense_masks(self.backbone):
             options = replace(options, draft_tree=tree)
         return super().prepare_call(options, config)
@@ -75,12 +71,11 @@ class LookaheadDrafter(TableDrafter):
         return (torch.arange(self.candidates) % vocabulary)[:, None].repeat(1, self.ngram_size - 1)
 
     def start(self, options: DraftOptions) -> LookaheadSession:
-        """Return the session of one call."""
         return LookaheadSession(options, self)
 
 
 class LookaheadSession(TableSession):
-    """The drafts of one call; see `LookaheadDrafter`. L = N - 1 levels of guesses behind every position of the window.
+    """The drafts of one call, with L = N - 1 levels of guesses behind every position of the window.
 
     The block is b, the candidates [G, L], the first guesses [W], a chain, and the L - 1 further ones behind each.
     """
@@ -94,10 +89,7 @@ class LookaheadSession(TableSession):
         self.num_tokens = self.levels + self.positions - 1
 
     def begin(self, outputs: object, view: CacheView) -> None:
-        """Begin with guesses from the prompt, or any where it has no ids.
-
-        Without trees, there is one level of them, and no candidates.
-        """
+        """Begin with guesses from the prompt; without trees, there is one level of them, and no candidates."""
         self.view = view
         if not (view.takes_trees and self.options.draft_tree):
             self.levels, self.positions, self.table = 1, self.num_tokens, self.table[:, :0, :1]
@@ -110,7 +102,6 @@ class LookaheadSession(TableSession):
         self._keep(known.unflatten(1, (self.levels, self.positions)))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`; where less than the longest path is requested, candidates alone, or first guesses."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         if not self.table.shape[1]:
@@ -153,10 +144,7 @@ class LookaheadSession(TableSession):
 
 
 def _merged(grams: Tensor) -> Tensor:
-    """Return the parents [B, G l] of candidates [B, G, l] that begin alike: the first of them goes on for all.
-
-    What is there twice is a node that nothing follows, and that is never accepted.
-    """
+    """Return the parents [B, G l] of candidates [B, G, l] that begin alike: the first of them goes on for all."""
     same = (grams[:, :, None] == grams[:, None]).long().cumprod(-1)  # [B, G, G, l]
     first = same.argmax(2)  # [B, G, l], the first candidate that agrees so far
     length = grams.shape[2]

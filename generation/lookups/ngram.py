@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ...configuration.fields import check_values
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
@@ -37,10 +38,8 @@ class NgramDrafter(LookUpDrafter):
     """
 
     def __init__(self, longest: int = 3, num_tokens: int = 10, branches: int = 1) -> None:
-        for name, value in {"longest": longest, "num_tokens": num_tokens, "branches": branches}.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         self.longest, self.num_tokens, self.branches = longest, num_tokens, branches
+        check_values(self, {}, dict.fromkeys(("longest", "num_tokens", "branches"), "[1, inf)"))
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """See `BaseDrafter`; several branches are a tree, also where the call requests none."""
@@ -49,27 +48,21 @@ class NgramDrafter(LookUpDrafter):
         return super().prepare_call(options, config)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate `draft_tree={"top_k": branches}`, which overrides `branches`.
-
-        Raises:
-            ValueError: Another tree.
-        """
-        wanted = options.draft_tree
-        count = wanted.get("top_k") if isinstance(wanted, dict) and len(wanted) == 1 else None
-        if type(count) is not int or count < 1:
-            raise ValueError(f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, at least 1")
+        """Validate `draft_tree={"top_k": branches}`, which overrides `branches`."""
+        tree = options.draft_tree
+        if not isinstance(tree, dict) or tree.keys() != {"top_k"} or tree["top_k"] < 1:
+            raise ValueError(f"draft_tree={tree!r} of n-grams must be {{'top_k': branches}}, at least 1")
         return options
 
     def start(self, options: DraftOptions) -> NgramSession:
-        """Return the session of one call."""
         return NgramSession(options, self.longest, (options.draft_tree or {}).get("top_k", self.branches))
 
 
 class NgramSession(DraftSession):
-    """The drafts of one call; see `NgramDrafter`.
+    """The drafts of one call.
 
-    The host knows the lengths of drafts as well as the device, and drafts no token that no sequence has room for; where
-    shapes are fixed, drafts are as long as any may be, and `num_nodes` counts.
+    The host knows the lengths of drafts as well as the device; where shapes are fixed, drafts are as long as any may
+    be, and `num_nodes` counts.
 
     Attributes:
         reach: The length of every sequence's next draft, 0 where it has ended; empty where shapes are fixed.
@@ -89,22 +82,20 @@ class NgramSession(DraftSession):
         self.reach_on_device: Tensor | None = None
 
     def begin(self, outputs: object, view: CacheView) -> None:
-        """Begin with drafts of full length."""
         self.view, self.is_fixed = view, view.is_fixed
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Set the length of every sequence's next draft by acceptance; the host knows it, too."""
         new = self.view.new_tokens
         if not self.is_adaptive or self.reach_on_device is None:
             return
         each = zip(self.reach, new.counts, self.tokens.drafted_on_host)
-        self.reach = [self._next(reach, count - 1, drafted) if count else 0 for reach, count, drafted in each]
+        self.reach = [
+            0 if not count else min(max(2 * count, reach // 2), self.num_tokens) if drafted else reach
+            for reach, count, drafted in each
+        ]
         accepted = (new.on_device - 1).clamp(min=0)  # [B]
         longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)  # [B]
         self.reach_on_device = self._held("reach", torch.where(self.has_draft, longer, self.reach_on_device))  # [B]
-
-    def _next(self, reach: int, accepted: int, drafted: int) -> int:
-        return min(max(2 * accepted + 2, reach // 2), self.num_tokens) if drafted else reach
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return the continuations of the best matches, which repeat from the match on where they reach the end."""
@@ -133,8 +124,7 @@ class NgramSession(DraftSession):
         return self.view.held(f"ngram.{name}", value) if self.is_fixed else value
 
     def _quality(self, tokens: Sequences) -> Tensor:
-        """Return how good every position is to continue from, [B, W] int64: long n-grams first, then late ones; 0:
-        useless."""
+        """Return how good every position is to continue from, [B, W] int64; 0: useless."""
         width = tokens.ids.shape[1] if self.is_fixed else max(tokens.lengths)
         ids, steps = tokens.ids[:, :width], tokens.steps[:width]
         newest, last = tokens.newest(self.longest), tokens.ends[:, None] - 1  # [B, n], [B, 1]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ...configuration.fields import check_values
 from ..backbone.backbones import takes_dense_masks
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
@@ -47,8 +48,8 @@ class RecyclingDrafter(TableDrafter):
     """
 
     def __init__(self, top_k: int = 8, num_tokens: int = 6, total_tokens: int = 81) -> None:
-        self.check_counts(top_k=(top_k, 1), num_tokens=(num_tokens, 1), total_tokens=(total_tokens, 2))
         self.top_k, self.num_tokens, self.total_tokens = top_k, num_tokens, total_tokens
+        check_values(self, {}, {"top_k": "[1, inf)", "num_tokens": "[1, inf)", "total_tokens": "[2, inf)"})
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """See `BaseDrafter`; a tree is drafted where the call requests none and the backbone takes one."""
@@ -59,25 +60,17 @@ class RecyclingDrafter(TableDrafter):
         return super().prepare_call(options, config)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Complete `draft_tree`: rank paths, or sizes, of which a session makes the fixed shape that promises most.
-
-        Raises:
-            ValueError: An invalid tree, or one of more candidates than a token has.
-        """
+        """Complete `draft_tree`: rank paths, or sizes, of which a session makes the fixed shape that promises most."""
         prepared = super().prepare_tree(options, config)
         tree = prepared.draft_tree if isinstance(prepared.draft_tree, dict) else {}
-        if tree.get("best_first"):
-            raise ValueError(f"draft_tree={tree!r}: trees of {type(self).__name__} have a fixed shape: no best_first")
         if max((rank for path in tree.get("choices", ()) for rank in path), default=0) >= self.top_k:
             raise ValueError(f"draft_tree={tree['choices']!r}: ranks must be below top_k={self.top_k}")
         return prepared
 
     def first_entry(self, vocabulary: int) -> Tensor:
-        """Return the first tokens, [k] int64."""
         return torch.arange(min(self.top_k, vocabulary))
 
     def start(self, options: DraftOptions) -> RecyclingSession:
-        """Return the session of one call."""
         return RecyclingSession(options, self.table_of(options))
 
 
@@ -89,11 +82,7 @@ def _shape(depth: int, top_k: int, nodes: int) -> list[tuple[int, ...]]:
 
 
 class RecyclingSession(TableSession):
-    """The drafts of one call; see `RecyclingDrafter`."""
-
-    def __init__(self, options: DraftOptions, table: Tensor) -> None:
-        super().__init__(options, table)
-        self.num_tokens = options.num_tokens
+    """The drafts of one call."""
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """Choose the shape of the drafts: a chain where none is requested, or the cache takes no trees."""
@@ -103,7 +92,6 @@ class RecyclingSession(TableSession):
         self.choices: list[tuple[int, ...]] = tree.get("choices") or _shape(self.num_tokens, *size)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`; with constraints, allowed candidates of the last token come first."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         choices = [path for path in self.choices if len(path) <= length]
@@ -116,8 +104,7 @@ class RecyclingSession(TableSession):
         return DraftTree.chain(tree.tokens) if len(choices) == tree.depth else tree
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Note the candidates at all positions of the block but those of sequences that had ended; the last of equal
-        tokens counts."""
+        """Note the candidates at all positions of the block but those of sequences that had ended."""
         if outputs.block is None:
             return
         block, logits = outputs.block

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from itertools import count
 from os import PathLike
@@ -16,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...configuration.fields import check_values
 from ..call.options import CallOptions, DraftOptions
-from ..call.outputs import Speculation
-from ..call.sequences import Sequences
+from ..call.sequences import Sequences, Speculation
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.saving import whole_file
 from ..tensors.tensor_files import naming
@@ -28,7 +27,13 @@ from .suffix_counts import Reader, SuffixCounts
 _FILE = "suffixes.safetensors"
 _ANY = 1 << 31
 """More than any vocabulary has ids, and more often than any run is read."""
-_LEAST = {"depth": 2, "num_tokens": 1, "max_nodes": 1000}
+_RANGES = {
+    "depth": "",
+    "num_tokens": "[1, inf)",
+    "max_nodes": f"[1000, {_ANY})",
+    "factor": "(0, inf)",
+    "least": "[0, 1]",
+}
 _CALLS = count()
 Scope = str | int
 
@@ -75,62 +80,32 @@ class SuffixDrafter(LookUpDrafter):
         max_nodes: int = 1 << 18,
         read_only: bool = False,
     ) -> None:
-        for name, value in {"depth": depth, "num_tokens": num_tokens, "max_nodes": max_nodes}.items():
-            if type(value) is not int or not _LEAST[name] <= value < _ANY:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {_LEAST[name]}, below {_ANY}")
-        if not 0 < factor < math.inf:
-            raise ValueError(f"factor={factor!r} must be positive and finite")
-        if depth > max_nodes // 2:
-            raise ValueError(f"depth={depth} needs max_nodes of at least {2 * depth}, not {max_nodes}")
-        if not 0 <= least <= 1:
-            raise ValueError(f"least={least!r} must be a probability")
         self.depth, self.num_tokens, self.max_nodes = depth, num_tokens, max_nodes
         self.factor, self.least, self.read_only = factor, least, read_only
+        check_values(self, {}, _RANGES | {"depth": f"[2, {max_nodes // 2}]"})
         self.counts, self.scopes = SuffixCounts(depth, max_nodes), dict[Scope, SuffixCounts]()
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a vocabulary that lacks tokens of the text that was read.
-
-        Raises:
-            ValueError: The text is another model's.
-        """
+        """Refuse a vocabulary that lacks tokens of the text that was read."""
         _check_ids(*self.counts.bounds(), backbone)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate `draft_tree={"top_k": children, "total_tokens": size}`; the size is that of the block, b included.
-
-        Raises:
-            ValueError: Another tree.
-        """
-        tree = options.draft_tree
-        sizes = tree if isinstance(tree, dict) else {}
-        is_right = bool(sizes) and sizes.keys() <= {"top_k", "total_tokens"}
-        if not is_right or any(type(value) is not int or value < 2 for value in sizes.values()):
-            raise ValueError(
-                f"draft_tree={tree!r} of suffixes must be {{'top_k': children, 'total_tokens': size}}, at least 2 each"
-            )
+        """Validate `draft_tree={"top_k": children, "total_tokens": size}`, whose size is that of the whole block."""
+        tree, known = options.draft_tree, {"top_k", "total_tokens"}
+        if not isinstance(tree, dict) or not tree or not tree.keys() <= known or min(tree.values()) < 2:
+            raise ValueError(f"draft_tree={tree!r} of suffixes must be a dict of {known}, at least 2 each")
         return options
 
     def start(self, options: DraftOptions) -> SuffixSession:
-        """Return the session of one call.
-
-        Raises:
-            ValueError: A `scope` that is none, or text of one that the vocabulary lacks.
-        """
         return SuffixSession(self, options)
 
     def store(self, scope: Scope | None) -> SuffixCounts:
         """Return the text of a scope; None: that of calls without one.
 
         Of all other scopes, those that were used least recently are forgotten while there are too many nodes.
-
-        Raises:
-            ValueError: Anything but a text or a whole number.
         """
         if scope is None:
             return self.counts
-        if not isinstance(scope, Scope):
-            raise ValueError(f"scope={scope!r} must be a text or a whole number, or a list of one for each prompt")
         store = self.scopes.setdefault(scope, SuffixCounts(self.depth, self.max_nodes))
         store.used = next(_CALLS)
         known = dict(self.scopes)  # several threads may add some
@@ -166,7 +141,6 @@ class SuffixDrafter(LookUpDrafter):
         self.counts.load([], [], [])
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a function by which the drafter forgets the text that it has read since."""
         stores = {None: self.counts, **self.scopes}
         known = {scope: store.flat() for scope, store in stores.items()}
 
@@ -178,12 +152,9 @@ class SuffixDrafter(LookUpDrafter):
         return restore
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Write the counts, but for those of scopes, to a directory, in one file that appears when it is whole.
-
-        Whoever reads the file can rebuild the text.
-        """
+        """Write the counts, but for those of scopes, to a directory; whoever reads the file can rebuild the text."""
         tensors = dict(zip(("tokens", "parents", "counts"), map(torch.tensor, self.counts.flat())))
-        options = json.dumps({name: getattr(self, name) for name in (*_LEAST, "factor", "least", "read_only")})
+        options = json.dumps({name: getattr(self, name) for name in (*_RANGES, "read_only")})
         with whole_file(Path(folder) / _FILE) as file:
             save_file({name: each.long() for name, each in tensors.items()}, file, {"options": options})
 
@@ -229,13 +200,10 @@ def _read_trie(saved: safe_open) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SuffixSession(DraftSession):
-    """The drafts of one call; see `SuffixDrafter`. The prompt is copied to the host once.
+    """The drafts of one call; the prompt is copied to the host once.
 
     Where shapes are fixed, new tokens are read when the next draft is requested, or the call ends: `advance` may be
     replayed without the host.
-
-    Attributes:
-        num_read: How many tokens of every sequence were read, padding of the prompt included.
     """
 
     expected: float = 0.0
@@ -249,20 +217,17 @@ class SuffixSession(DraftSession):
         self.nodes = options.num_tokens if self.width == 1 else tree.get("total_tokens", 2 * options.num_tokens) - 1
         self.readers = [Reader() for _ in options.prompt]
         self.tokens: Sequences | None = None
-        self.num_read: list[int] = []
+        self.num_read: list[int] = []  # tokens of every sequence, padding of the prompt included
 
     def begin(self, outputs: object, view: CacheView) -> None:
-        """Note which tokens of the prompt are padding."""
         self.is_fixed = view.is_fixed
         self.mask = view.mask if view.has_columns and view.is_padded else None
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Read the new tokens."""
         if not self.is_fixed:
             self._read_newest()
 
     def finish(self, statistics: Speculation) -> None:
-        """Read the newest tokens, where they follow those that were read."""
         if self.is_fixed:
             self._read_newest()
 
@@ -282,7 +247,6 @@ class SuffixSession(DraftSession):
             reader.follow(token, store.depth)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`; sequences that have ended get no draft."""
         if self.tokens is None:
             self.tokens, self.num_read = tokens, list(tokens.lengths)
             self._read_prompts(tokens)

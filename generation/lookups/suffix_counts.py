@@ -102,20 +102,12 @@ class SuffixCounts:
         least: float,
         allowed: Callable[[int], bool] | None = None,
     ) -> tuple[list[tuple[int, int]], float]:
-        """Return a likely continuation, and how many tokens of it the counts expect to be accepted.
+        """Return a likely continuation of the last tokens, and how many tokens of it should be accepted by the counts.
 
-        A draft is tokens, and the numbers of their parents (-1: the last token of `tail`). Of the runs that end the
-        sequence, the one whose draft is expected to be accepted furthest is followed; long runs may draft more than
-        short ones (SuffixDecoding, Oliaro et al. 2024, section 4).
-
-        Args:
-            tail: The last tokens of a sequence.
-            length: The longest path.
-            nodes: The most tokens.
-            width: The most children of a token; 1 drafts a chain.
-            factor: See `SuffixDrafter`.
-            least: See `SuffixDrafter`.
-            allowed: Whether a draft may begin with a token; None: with any.
+        A draft is at most `nodes` tokens, and the numbers of their parents (-1: the last token of `tail`), in paths of
+        at most `length`, with at most `width` children each. Of the runs that end the sequence, the one whose draft is
+        expected to be accepted furthest is followed; long runs may draft more than short ones (SuffixDecoding, Oliaro
+        et al. 2024, section 4). A draft begins with an `allowed` token.
         """
         best, expected = list[tuple[int, int]](), 0.0
         with self._lock:

@@ -24,13 +24,20 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import ParamSpec, TypeVar
 
-from .config_errors import naming_field
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+OF_FILES = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError),
+    *(SafetensorError, StrictDataclassError, UnpicklingError),
+)
+"""What damaged files, and values in config.json that no model can have, raise in loaders."""
 PREFIX = ".tokenahead-"
 """What names of files begin with that are no part of a saved directory."""
 _SAVING, _COMPLETE, _ARRIVING = f"{PREFIX}saving.", f"{PREFIX}complete.", f"{PREFIX}arriving."
@@ -48,8 +55,6 @@ def whole_directory(
     in_place: bool = False,
 ) -> Iterator[Path]:
     """Yield a directory to write into, whose files are the new version of `target` once all of them are complete.
-
-    An exception, Ctrl-C, a kill or a full disk leaves `target` the old version (or absent) or the new one.
 
     Args:
         target: The directory; files of the same names are replaced, others stay.
@@ -130,8 +135,14 @@ def finish(directory: str | PathLike) -> Path:
     return directory
 
 
+def unusable(name: object, error: Exception) -> ValueError:
+    """Return the error of files that make nothing; torch's own about pickles advises to run what is in them."""
+    reason = "a pickle holds more than tensors" if isinstance(error, UnpicklingError) else error
+    return ValueError(f"{name} cannot be loaded: {reason}")
+
+
 def reads_whole(load: Callable[P, Result]) -> Callable[P, Result]:
-    """Let a function that loads a directory, its first argument, finish a save of it first."""
+    """Let a function that loads a directory, its first argument, finish a save of it first, and name it in errors."""
     names = [*inspect.signature(load).parameters]
     position = int(names[0] in ("cls", "self"))
 
@@ -141,8 +152,10 @@ def reads_whole(load: Callable[P, Result]) -> Callable[P, Result]:
         if not isinstance(given, (str, PathLike)) or not given:
             return load(*args, **kwargs)
         finish(given)
-        with naming_field(given):
+        try:
             return load(*args, **kwargs)
+        except OF_FILES as error:
+            raise unusable(given, error) from error
 
     return loading
 

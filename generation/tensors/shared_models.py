@@ -138,16 +138,10 @@ def share_draws(model: nn.Module) -> None:
 
 
 def check_whole(model: nn.Module, purpose: str) -> None:
-    """Refuse a model whose layers are divided among processes.
-
-    Raises:
-        ValueError: Tensor parallelism divides them.
-    """
+    """Refuse a model whose layers tensor parallelism divides among processes."""
     if (size := tensor_parallel_size(model)) > 1:
-        raise ValueError(
-            f"{purpose}: tensor parallelism divides the layers of {type(model).__name__} among tp_size={size} "
-            "processes; load it whole, without distributed_config"
-        )
+        name = type(model).__name__
+        raise ValueError(f"{purpose}: tensor parallelism divides {name} (tp_size={size}); load it whole")
 
 
 def holds_shares(model: nn.Module, learn: bool = False) -> bool:
@@ -159,15 +153,13 @@ def holds_shares(model: nn.Module, learn: bool = False) -> bool:
 def training_size(model: nn.Module, reader: str) -> int | None:
     """Return among how many processes a model is divided on which something learns, or None: it is whole.
 
-    Raises:
-        ValueError: The run has processes besides these, whose gradients nobody would add.
+    Processes besides these are refused: nobody would add their gradients.
     """
     size, world = tensor_parallel_size(model), distributed.get_world_size() if distributed.is_initialized() else 1
     if size > 1 and (size != world or getattr(model, "_tp_size", None) != size):
         raise ValueError(
             f"a trainer of {reader}: tensor parallelism divides {type(model).__name__} among tp_size={size} of {world} "
-            "processes: load it with distributed_config=DistributedConfig(tp_plan='auto') over all of them, or whole, "
-            "with strategy shard_backbone"
+            "processes: load it over all of them (tp_plan='auto'), or whole, with strategy shard_backbone"
         )
     return size if size > 1 else None
 
@@ -176,14 +168,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     """Divide the layers of a frozen model among all processes (FSDP2), which gather each one for its forward.
 
     Embeddings, norms and unembedding, which drafters read, stay whole, and so does what learns within layers. Nothing
-    changes in a model that is sharded already, nor in a run of one process.
-
-    Args:
-        model: On any device.
-        device: Where it computes.
-
-    Raises:
-        ValueError: Tensor parallelism divides it, or its layers are not known.
+    changes in a model that is sharded already, nor in a run of one process. It computes on `device`.
     """
     if is_sharded(model) or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return

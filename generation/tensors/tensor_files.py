@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, TypeVar
 from zipfile import BadZipFile, ZipFile
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ...configuration.fields import check_counts
+from .saving import OF_FILES, unusable
 
-logger = logging.get_logger(__name__)
 Tensors = dict[str, Tensor]
 """Tensors by name."""
 Fields = dict[str, Any]
@@ -34,6 +33,7 @@ Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Arguments of `from_pretrained` that locate files."""
+_MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")
 """Names of files without a directory or a drive."""
 _MOST_PACKED, _SMALL = 64, 1 << 24
@@ -41,6 +41,16 @@ _MOST_PACKED, _SMALL = 64, 1 << 24
 _MOST_SETTINGS, _MOST_ALIASES = 1 << 20, 16
 """More bytes, and more aliases, than settings in YAML have."""
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
+
+
+def hub_options(options: Mapping[str, Any]) -> Fields:
+    """Return those of some arguments of `from_pretrained` that locate files."""
+    return {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
+
+
+def optional_file(name: str | PathLike[str], file: str, hub: Fields) -> str | None:
+    """Return the path of a file that a directory or a Hub repository may hold."""
+    return cached_file(name, file, **{**hub, **_MAY_LACK})
 
 
 def read_json(file: Path) -> Fields:
@@ -52,23 +62,16 @@ def read_json(file: Path) -> Fields:
 
 
 def read_yaml(file: Path) -> Fields:
-    """Return the fields of a YAML file of settings, which makes no objects and nothing far larger than itself.
-
-    Raises:
-        ValueError: It holds more, or no fields by name.
-    """
+    """Return the fields of a YAML file of settings; refuse one that is, or makes, far more than that."""
     if file.stat().st_size > _MOST_SETTINGS:
         raise ValueError(f"{file} has {file.stat().st_size} bytes: it holds more than the settings of a run")
     try:
         text = file.read_text(encoding="utf-8")
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)) > _MOST_ALIASES:
-            raise ValueError(f"{file} has more than {_MOST_ALIASES} aliases (*name): write the values out")
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds no settings by name; fetch it again")
-    return values
+            raise ValueError(f"more than {_MOST_ALIASES} aliases (*name)")
+        return dict(yaml.safe_load(text))
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise unusable(file, error) from error
 
 
 def read_index(file: Path) -> dict[str, str]:
@@ -78,16 +81,13 @@ def read_index(file: Path) -> dict[str, str]:
         ValueError: No `weight_map`, or one with anything but the names of plain files in the directory of the index.
     """
     index = read_json(file)
-    index = index if isinstance(index, dict) else {}
-    names = index.get("weight_map")
+    names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not isinstance(index.get("metadata"), dict):
-        raise ValueError(f"{file}: an index has metadata and a weight_map of tensors and their files; fetch it again")
+        raise ValueError(f"{file}: an index has metadata and a weight_map of tensors and their files")
     for shard in names.values():
-        if not isinstance(shard, str) or not _PLAIN.fullmatch(shard) or not shard.strip(". "):
-            raise ValueError(f"{file}: weight_map of this index names {shard!r}, which is no file in its directory")
-    for path in map(file.with_name, set(names.values())):
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{file}: weight_map of this index names {path.name!r}, which is no plain file")
+        is_plain = isinstance(shard, str) and _PLAIN.fullmatch(shard) and shard.strip(". ")
+        if not is_plain or ((path := file.with_name(shard)).exists() and not path.is_file()):
+            raise ValueError(f"{file}: weight_map of this index names {shard!r}, which is no plain file beside it")
     return names
 
 
@@ -107,11 +107,7 @@ def check_index(name: str | PathLike[str], variant: str | None = None, **hub: An
 def check_stored(name: str | PathLike[str], config: Any = None, variant: str | None = None, **hub: Any) -> None:
     """Refuse an index that leads elsewhere, and counts that the tensors cannot have, before a loader follows them.
 
-    Args:
-        name: Directory or Hub repository.
-        config: The argument `config` of `from_pretrained`; None: the directory's own.
-        variant: Of the weights.
-        **hub: `revision`, `token`, ...
+    `config` is the argument of `from_pretrained`; None: the directory's own.
     """
     check_index(name, variant, **hub)
     if names := tensor_names(name, variant, **hub):
@@ -156,21 +152,16 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
     return result
 
 
-def wrapped_names(names: Iterable[str]) -> str | None:
-    """Return why names are those of a wrapped model (see `unwrapped`), as a clause; None where they are not."""
-    first = next((stored for stored, name in unwrapped(names).items() if stored != name), None)
-    return None if first is None else f"{first} is a name of a wrapped model (module., _orig_mod.): save the one within"
-
-
 def tensor_names(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> list[str]:
     """Return the names of a checkpoint's tensors (see `unwrapped`); no tensor is read, and of shards only the index."""
     for file in (_with_variant(each, variant) for each in _NAMES):
         if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
-            return [*unwrapped(_names_in(Path(path))).values()]
+            return names_in(Path(path))
     return []
 
 
-def _names_in(file: Path) -> list[str]:
+def names_in(file: Path) -> list[str]:
+    """Return the names of the tensors of a file, or of an index (see `unwrapped`)."""
     names: Iterable[str] = ()
     with naming(file):
         if file.suffix == ".json":
@@ -180,16 +171,7 @@ def _names_in(file: Path) -> list[str]:
         else:
             with safe_open(file, framework="pt") as opened:
                 names = opened.keys()
-    return [*names]
-
-
-def unlisted_file(name: str | PathLike[str], is_wanted: Callable[[str], bool]) -> Path | None:
-    """Return a safetensors file with a wanted tensor that is not among the weight files of a directory, if any."""
-    directory = Path(name)
-    found = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    listed = {Path(file).name for file in weight_files(name, pickles=True)} if found else ()
-    others = [file for file in found if file.name not in listed]
-    return next((file for file in others if any(map(is_wanted, unwrapped(_names_in(file)).values()))), None)
+    return [*unwrapped(names).values()]
 
 
 def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:
@@ -223,59 +205,8 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (SafetensorError, RuntimeError, OSError, EOFError, UnpicklingError, BadZipFile, ValueError) as error:
-        check_content(file)
-        if isinstance(error, UnpicklingError):
-            raise ValueError(f"{file} holds more than tensors; save its state_dict as safetensors") from error
-        if str(file) in str(error) and not isinstance(error, OSError):
-            raise
-        raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
-
-
-def check_contents(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> None:
-    """Refuse a checkpoint whose weight files or index hold something else; see `check_content`."""
-    for file in _NAMES:
-        options = {"_raise_exceptions_for_missing_entries": False, **hub, "local_files_only": True}
-        if path := cached_file(name, _with_variant(file, variant), **options):
-            shards = set(read_index(Path(path)).values()) if path.endswith(".json") else []
-            for each in [Path(path), *(Path(path).with_name(shard) for shard in sorted(shards))]:
-                if each.is_file():
-                    check_content(each)
-            return
-
-
-_INSTEAD = (
-    (rb"version https://git-lfs", "a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository"),
-    (rb"<(!doctype|html|head|\?xml)", "a page of HTML, not the file itself: fetch the address that ends in its name"),
-    (rb"\Z", "empty: fetch it again"),
-)
-"""What begins a file that a wrong download has left, and what is to be said of it."""
-
-
-def check_content(file: str | PathLike[str]) -> None:
-    """Refuse a file that holds what a wrong download leaves in the place of weights, or of JSON."""
-    with Path(file).open("rb") as stream:
-        start = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()
-    for pattern, words in _INSTEAD:
-        if re.match(pattern, start, re.IGNORECASE):
-            raise ValueError(f"{file} is {words}")
-    if not str(file).endswith(".json") and re.match(rb"[\t\n\r -~]{12}", start):
-        raise ValueError(f"{file} is text and holds no tensors; it begins with {start[:40].decode('latin-1')!r}")
-
-
-def warn_of_numbers(name: object, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Warn of parameters, read from the checkpoint `name`, that hold what is not finite: text stays right in any case.
-
-    Left out are those that are elsewhere (offloaded, or a part of which other processes hold) or of 8 bits.
-    """
-    held = [(key, each) for key, each in parameters if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
-    numbers = [(key, each.detach()) for key, each in held if each.is_floating_point() and each.element_size() > 1]
-    sums = [each.sum(dtype=torch.float32) for _, each in numbers]  # which finite numbers may make infinite, too
-    suspects = [pair for pair, total in zip(numbers, sums) if not bool(total.isfinite())]
-    wrong = [key for key, each in suspects if not bool(each.isfinite().all())]
-    if wrong:
-        shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
-        logger.warning(f"{name}: {len(wrong)} tensors hold NaN or infinity, which are not finite: {shown}")
+    except (*OF_FILES, OSError, EOFError, BadZipFile, ValueError) as error:
+        raise unusable(file, error) from error
 
 
 def read_pickle(file: str | PathLike[str], map_location: str = "cpu") -> Tensors:
@@ -309,12 +240,8 @@ def renamed(
 ) -> dict[str, Value]:
     """Return tensors of another layout under this library's names, or (`back`) the other way round.
 
-    Args:
-        tensors: By name; or other values by the names of tensors.
-        names: The first pair that matches names a tensor.
-        owner: Where the tensors are, for the message.
-        back: From this library's names.
-        **fields: Fields that the new names have, and the old ones may lack.
+    The first pair of `names` that matches names a tensor; `owner` says where they are; `fields` are those that the new
+    names have, and the old ones may lack.
     """
     new_names: dict[str, str] = {}
     for name in tensors:
@@ -326,29 +253,17 @@ def renamed(
 
 
 def count_of(owner: object, numbers: Iterable[int], what: str) -> int:
-    """Return how many numbers there are in names of tensors, which count from 0 without gaps.
-
-    Args:
-        owner: Where the tensors are, for the message.
-        numbers: Repeated or not, in any order.
-        what: They count.
-
-    Raises:
-        ValueError: A gap.
-    """
+    """Return how many numbers there are in names of tensors, repeated or not; refuse a gap in them."""
     known = sorted(set(numbers))
     if known and known[-1] != len(known) - 1:
-        wrong = next(number for index, number in enumerate(known) if number != index)
-        raise ValueError(f"{owner}: its tensors name {what} {wrong}, and there are {len(known)}, counted from 0")
+        raise ValueError(f"{owner}: its tensors name {what} {known[-1]}, and there are {len(known)}, counted from 0")
     return len(known)
 
 
 def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:
     """Refuse tensors that a layout does not know, so that none is skipped silently."""
     if names := sorted(names):
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        are = "tensors are" if len(names) > 1 else "tensor is"
-        raise ValueError(f"{owner}: {len(names)} {are} not known in this layout: {shown}")
+        raise ValueError(f"{owner}: {len(names)} tensors are not known in this layout: {', '.join(names[:5])}")
 
 
 def _read_npz(file: Path) -> Tensors:

@@ -164,11 +164,10 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     """
     if hasattr(model, "peft_config") and not ignore_adapters:
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
-    if is_sharded(model):
-        name = type(model).__name__
-        raise ValueError(f"FSDP2 shards {name}, and cannot copy it: load it whole, and let a trainer shard the copy")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"weights of {type(model).__name__} are offloaded; load it without a device_map")
+    if is_sharded(model) or any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is sharded by FSDP2 or offloaded: load it whole, without a device_map"
+        )
     # a shallow copy of a parameter of any class is another parameter over the same tensor
     tensors = {id(each): copy.copy(each) for each in model.parameters() if not isinstance(each, DTensor)}
     shares = (each for each in model.parameters() if isinstance(each, DTensor))  # whose copies would be no leaves
@@ -305,16 +304,10 @@ def merged_copy(model: Any) -> PreTrainedModel:
         return sharing_copy(within)
     if has_learned_prompts(model):
         raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; pass the model within")
-    for name, layer in within.named_modules():
-        if name.endswith(".modules_to_save"):
-            name = name.removesuffix(".modules_to_save")
-            raise ValueError(f"{name} is in modules_to_save of peft: merge_and_unload() the PeftModel first")
-        if type(layer).__name__ == "GatedLinear":
-            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: pass the model that it was made from")
-    for name, layer in adapted_layers(within):
-        base, weight = layer.get_base_layer(), layer.weight
-        if not weight.is_floating_point():
-            raise ValueError(f"{name} is quantised ({type(base).__name__}, {weight.dtype}); load it in full precision")
+    if saved := next((name for name, _ in within.named_modules() if name.endswith(".modules_to_save")), None):
+        raise ValueError(f"{saved}: merge_and_unload() the PeftModel first")
+    if any(type(layer).__name__ == "GatedLinear" for layer in within.modules()):
+        raise ValueError("gated adapters of a PTPForCausalLM cannot be merged: pass the model that it was made from")
     copied = sharing_copy(within, ignore_adapters=True)
     for name, layer in adapted_layers(copied):
         copied.set_submodule(name, _merged(layer))

@@ -26,16 +26,12 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 
 def joined_chains(deterministic: DraftTree, drawn: DraftTree) -> DraftTree:
-    """Return a tree of a chain of deterministic tokens and of a chain of draws, which do not depend on each other.
+    """Return a tree of a chain of deterministic tokens [B, k] and of a chain of draws [B, m], which are independent.
 
     The drawn chain goes along the deterministic one as far as both agree, and branches off with its first token that
     differs. That token is a draw among all but the deterministic one, whatever came before: so the deterministic child
     comes first, and a draw that agrees with it is a node that is never accepted. (Several draws at an index would break
     this.)
-
-    Args:
-        deterministic: [B, k] tokens; where a sequence has fewer (`num_nodes`), any will do, for each is a guess.
-        drawn: [B, m] tokens, with distributions where they were drawn.
     """
     tokens, device = torch.cat([deterministic.tokens, drawn.tokens], dim=1), drawn.tokens.device  # [B, k + m]
     (batch, size), length = deterministic.tokens.shape, drawn.tokens.shape[1]
@@ -54,13 +50,7 @@ def joined_chains(deterministic: DraftTree, drawn: DraftTree) -> DraftTree:
 
 
 def of_real(tree: DraftTree, real: Tensor, is_cut: bool = True) -> DraftTree:
-    """Return a tree of whose nodes some alone count, which come first.
-
-    Args:
-        tree: Without `deterministic` nodes.
-        real: [B, m] bool, those nodes; the parent of one is one.
-        is_cut: Leave out what counts in no sequence, for which the host waits.
-    """
+    """Return a tree of whose nodes the `real` [B, m] alone count; `is_cut`: what counts nowhere is left out."""
     counts, tokens, parents, probs = real.sum(1), tree.tokens, tree.parents, tree.probs
     if not tree.is_chain:
         order = (~real).sort(stable=True).indices  # [B, m]
@@ -94,8 +84,7 @@ def dynamic_tree(
     Every frontier node offers its `top_k` most likely children; the `top_k` best of a level, by the log-probability of
     their path, are the next frontier, and the best of all are the tree. Of equal nodes the earlier is better, so that
     no child comes without its parent. JetSpec's trees (`best_first`) hold all children of a node, or none: those of b,
-    then of the best node whose children are not there yet, until the tree is full. As no child is better than its
-    parent, the best nodes of all levels have children, and as many on a level are the frontier.
+    then of the best node whose children are not there yet, until the tree is full.
 
     Args:
         log_probs: [B, V] of the first token.
@@ -104,9 +93,6 @@ def dynamic_tree(
         top_k: Children per node, and nodes in the frontier.
         total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
         best_first: See above.
-
-    Raises:
-        ValueError: A size that leaves nothing to draft.
     """
     check_size(depth, top_k, total_tokens)
     children = min(top_k, log_probs.shape[-1])
@@ -135,10 +121,7 @@ def frontier_size(top_k: int, total_tokens: int, best_first: bool = False) -> in
 
 
 def _turns(inner: Tensor, parents: Tensor, children: int) -> Tensor:
-    """Return the turns [B, n] in which candidates join a tree where nodes `inner` [B, k], in this order, get children.
-
-    `parents` [B, n] are numbers of candidates; candidates with the same one are next to each other.
-    """
+    """Return the turns [B, n] in which candidates join a tree where nodes `inner` [B, k], in turn, get children."""
     turns = torch.nn.functional.pad(torch.full_like(parents, parents.shape[1]), (1, 0))  # [B, n + 1], b's is 0
     turns.scatter_(1, inner + 1, (cached_arange(inner.shape[1], inner.device) + 1).expand_as(inner))
     return turns.gather(1, parents + 1) * children + cached_arange(parents.shape[1], parents.device) % children
@@ -168,23 +151,18 @@ def drawn_tree(
     """Return a dynamic tree of draws without replacement, with their distributions.
 
     The number of a node's children may depend only on what precedes their draws: dropping some afterwards by their
-    probability would leave tokens that are no draws of their distribution, and bias the output. So the block's size is
-    split over the levels beforehand, and on every level the draws that are worth most, by the chance that their path is
-    accepted (`_chance_accepted`), decide how many each frontier node makes. The frontier, the nodes of the level that
-    are worth most, may depend on all draws before.
+    probability would bias the output. So the block's size is split over the levels beforehand, and on every level the
+    draws that are worth most, by the chance that their path is accepted (`_chance_accepted`), decide how many each
+    frontier node makes. The frontier, the nodes of the level that are worth most, may depend on all draws before.
 
     Args:
-        distribution: [B, v] probabilities of the first token, as they are to be sampled (temperature, top-k, ...
-            applied).
+        distribution: [B, v] probabilities of the first token, as they are to be sampled.
         expand: Returns probabilities [B, k, v], as they are to be sampled.
         depth: Calls of `expand`; paths are one longer.
         top_k: The most children per node, and nodes in the frontier.
         total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
         generator: Source of randomness.
         columns: [v] int64, the tokens that the columns of distributions stand for. None: column i is token i.
-
-    Raises:
-        ValueError: A size that leaves nothing to draft.
     """
     check_size(depth, top_k, total_tokens)
     width = min(top_k, distribution.shape[-1])
@@ -210,11 +188,7 @@ def drawn_tree(
 def _draw_children(
     q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return columns of tokens, their paths' chances and parents (in the frontier) of a level, all [B, size].
-
-    The frontier has distributions q [B, k, v], and its paths the chances `worth` [B, k]; `width` is the most children
-    per node, and `size` their number in all.
-    """
+    """Return a level's columns of tokens, their paths' chances and parents in the frontier, all [B, size]."""
     drawn = race_order(q, width, generator)  # [B, k, width]
     # of what will be drawn only the distribution is known: the first draw has its own mean probability, the others next
     # to none
@@ -228,13 +202,10 @@ def _draw_children(
 
 
 def _chance_accepted(q: Tensor) -> Tensor:
-    """Return about how likely each of a node's draws is the accepted one, [.., w], in the order in which they are
-    drawn.
+    """Return about how likely each of a node's draws is the accepted one, [.., w], in the order of the draws.
 
-    Where draft and target agree a draw is accepted however improbable it is, and after a rejection they agree less and
-    less. Measured, the r-th draw is accepted with about (1 + q) / 2 r (docs/trees.md), so that the first is worth a
-    deep subtree, and the only one where the draft is sure. The output does not depend on it, only its speed. Of each
-    draw, q [.., w] is the probability given the draws before.
+    Measured, the r-th draw is accepted with about (1 + q) / 2 r (docs/trees.md), q [.., w] being its probability given
+    the draws before: the first is worth a deep subtree. The output does not depend on it, only its speed.
     """
     accepted = (1 + q) / (2 * (cached_arange(q.shape[-1], q.device) + 1))  # [..., w]
     # the chance that all draws before are rejected, [..., w]
@@ -254,17 +225,12 @@ def level_sizes(levels: int, width: int, size: int) -> list[int]:
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """Return the best `count` of [B, n], best first; of equal ones the first is better, which `topk` does not
-    promise."""
+    """Return the best `count` of [B, n], best first; of equal ones the first, which `topk` does not promise."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def check_size(depth: int, top_k: int, total_tokens: int, best_first: bool = False) -> None:
-    """Refuse sizes of a dynamic tree that leave nothing to draft, or are none, and what is no truth value.
-
-    Raises:
-        ValueError: See above.
-    """
+    """Refuse sizes of a dynamic tree that leave nothing to draft, by name."""
     for name, value, least in (("depth", depth, 0), ("top_k", top_k, 1), ("total_tokens", total_tokens, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}={value!r} of draft_tree must be a whole number of at least {least}")
@@ -278,17 +244,13 @@ def ranked_tree(
     expand: Expand,
     best: Callable[[Tensor, int], Tensor] = lambda scores, count: scores.topk(count).indices,
 ) -> DraftTree:
-    """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th most likely token below its
-    parent.
+    """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th token below its parent.
 
     Args:
         choices: The paths of all nodes as ranks, counted from 0.
         log_probs: [B, V] of the first token, or any scores that rank it.
         expand: Returns the same [B, k, V] for the frontier, which is the nodes that have children.
         best: From scores [B, k, V] and a number to so many tokens [B, k, number], the best first.
-
-    Raises:
-        ValueError: A path whose parent is missing, or that is there twice; a rank beyond the vocabulary.
     """
     parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.shape[-1], log_probs.device)
     batch, scores, tokens = len(log_probs), log_probs[:, None], []
@@ -336,13 +298,7 @@ def _plan(choices: tuple[tuple[int, ...], ...], size: int, device: torch.device)
 
 
 def static_tree(choices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return the shape that rank paths describe.
-
-    Args:
-        choices: The paths of all nodes as ranks counted from 0, in any order.
-
-    Returns:
-        parents [m] int64, -1 for b, and ranks [m] int64; nodes are sorted by length and then by path.
+    """Return parents [m] int64, -1 for b, and ranks [m] int64 of rank paths, sorted by length and then by path.
 
     Raises:
         ValueError: A path whose parent is missing, or that is there twice.
@@ -363,17 +319,11 @@ def _sorted_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def choices_from_accuracies(accuracies: Tensor, num_nodes: int) -> list[tuple[int, ...]]:
-    """Return the tree of a size with most accepted drafts, if every head were right independently of the others.
+    """Return the `num_nodes` rank paths with most accepted drafts, if every head were right independently.
 
     A path is worth the product of its accuracies, and no path is worth more than its parent or its elder sibling; so
-    that taking the best next child or sibling again and again gives the best tree.
-
-    Args:
-        accuracies: [K, R], how often the target's token is the rank-r proposal of head j; falling in r.
-        num_nodes: Nodes to choose; where K heads of R ranks give fewer, all of them.
-
-    Returns:
-        The rank paths in the order in which they were chosen.
+    that taking the best next child or sibling again and again gives the best tree. `accuracies` [K, R] say how often
+    the target's token is the rank-r proposal of head j; they fall in r.
     """
     rates = accuracies.tolist()
     queue: list[tuple[float, tuple[int, ...]]] = [(-rates[0][0], (0,))]

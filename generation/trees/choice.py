@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..call.options import CallOptions
-from ..call.outputs import Speculation
 from ..call.schedule import AcceptanceRates, CycleCosts
+from ..call.sequences import Speculation
 from ..drafter import BaseDrafter
 from ..tensors.wrapped_models import Kwargs
 from .growth import DEEPEST
@@ -51,8 +51,8 @@ def choose_tree(
 ) -> CallOptions:
     """Return options whose `draft_tree="auto"` is settled by trials on this prompt, or a tree of the usual size.
 
-    `generate` takes a drafter, a prompt and keyword arguments, among them `common`; the backbone reads `positions` at
-    most (None: any number).
+    `generate` takes a drafter, a prompt and keyword arguments, among them `common`; the backbone reads at most
+    `positions`.
     """
     left, do_sample = (positions or 1 << 30) - prompt.shape[1], bool(config.do_sample)
     longest = min(drafter.longest_draft() or DEEPEST, options.num_assistant_tokens or DEEPEST, DEEPEST)
@@ -83,9 +83,8 @@ def _reseed(device: torch.device) -> None:
 def fastest_tree(trial: Trial, longest: int) -> Tree | None:
     """Return the tree that promises most tokens per second, of paths up to `longest`; None where a trial tells nothing.
 
-    Chains share what they accept, position by position. At first a length between two that were tried takes a time
-    between theirs; then the best one and its neighbours are tried, for costs have steps. Few cycles tell little of a
-    wider tree, which is chosen only where it is faster with a standard error less.
+    Chains share what they accept, position by position. First a length between two that were tried takes a time between
+    theirs; then the best one and its neighbours are tried, for costs have steps. Wider trees must be faster by more.
     """
     lengths = sorted({min(length, longest) for length in _LENGTHS})
     trial(chain_options(lengths[0]))  # what a first call sets up, later ones do not
@@ -127,12 +126,11 @@ def _best_chain(trial: Trial, lengths: Sequence[int], rates: AcceptanceRates) ->
 
 
 def chain_options(length: int) -> Tree:
-    """Return the options of a tree of one path of `length` tokens."""
+    """Return the options of one path."""
     return {"depth": length - 1, "top_k": 1, "total_tokens": length + 1}
 
 
 def _accepted(stats: Speculation) -> list[int]:
-    """Return the accepted drafts of every verification of every sequence."""
     return list(chain.from_iterable(stats.rows_accepted))
 
 

@@ -49,13 +49,8 @@ class Growth(Protocol):
 def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks | None = None) -> DraftTree:
     """Return a tree whose paths have at most `length` tokens: of draws where the call samples, else of likely tokens.
 
-    A tree of fixed shape, or JetSpec's, has likely tokens in any case.
-
-    Args:
-        growth: The drafter's distributions.
-        options: Of the call; `draft_tree` is complete (`tree_options`).
-        length: At least 1.
-        masks: The tokens that the tree may hold (`DraftOptions.masks`).
+    A tree of fixed shape, or JetSpec's, has likely tokens in any case. `options.draft_tree` is complete
+    (`tree_options`), and `masks` say which tokens the tree may hold (`DraftOptions.masks`).
     """
     tree, logits = dict(options.draft_tree or {}), growth.first()
     vocabulary = growth.draft_ids, growth.vocab_size, masks
@@ -152,11 +147,7 @@ def most_nodes(options: DraftOptions) -> int:
 
 
 class Ancestry:
-    """The ancestors of every node of the newest frontier among all nodes so far.
-
-    Attributes:
-        mask: [B, k, n] bool, the newest k of n nodes: their ancestors and themselves; None before the first level.
-    """
+    """The ancestors of the newest frontier among all nodes so far: `mask` [B, k, n] bool, themselves included."""
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
@@ -171,15 +162,11 @@ class Ancestry:
 
 
 def _ids(growth: Growth, columns: Tensor) -> Tensor:
-    """Return the token ids of columns of logits."""
     return columns if growth.draft_ids is None else growth.draft_ids[columns]
 
 
 def _log_distribution(logits: Tensor, growth: Growth, masks: DraftMasks | None) -> Tensor:
-    """Return log-probabilities that rank nodes, in float32 at least (in half precision ties are common).
-
-    Excluded tokens have -inf, and the others are normalised without those.
-    """
+    """Return log-probabilities in float32 at least, over the tokens that masks allow; -inf elsewhere."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if masks is None:
         return logits.log_softmax(-1)

@@ -36,6 +36,11 @@ class Verifier(Protocol):
         """Return the token after the prompt, [B], from processed scores [B, v]."""
         ...
 
+    def picked(self, scores: Tensor, tokens: Sequences) -> VerificationResult:
+        """Return the result without drafts, from processed scores [B, 1, v]."""
+        first = self.first(scores[:, 0], tokens)
+        return VerificationResult(torch.zeros_like(first), first[:, None])
+
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """Return the verification result of a draft, from processed scores [B, m + 1, v]."""
         ...

@@ -70,10 +70,7 @@ class RowTables(ABC):
 
 
 class BlockLaw(nn.Module, ABC):
-    """A joint distribution over the m tokens of a block.
-
-    Args:
-        config: Of the drafter: d, V, v and m are read.
+    """A joint distribution over the m tokens of a block; of the drafter's config d, V, v and m are read.
 
     Attributes:
         module_name: Name under which a drafter holds it.
@@ -154,12 +151,7 @@ class MarkovLaw(IndependentLaw):
     """Places that are independent given the token before each: base logits and biases W2 phi(e(y), h).
 
     y is the token before a place, h the row that drafts it. `"vanilla"`: phi = e. `"gated"`: e, gated by h and e.
-    `"rnn"`: a gated recurrence over the tokens of the block.
-
-    Args:
-        config: Of the drafter.
-        rank: R, width of e.
-        kind: One of `MARKOV_KINDS`.
+    `"rnn"`: a gated recurrence over the tokens of the block. `rank` is R, the width of e.
 
     Raises:
         ValueError: Another kind.
@@ -208,13 +200,10 @@ class MarkovLaw(IndependentLaw):
 
 
 class MarkovTables(RowTables):
-    """The biases of a Markov head for the rows of a block.
+    """The biases of a Markov head for the rows [..., m, d] of a block.
 
-    Args:
-        head: The head.
-        rows: [..., m, d].
-        anchor: [..., d], b's own row, which a recurrence reads before the others; None: it does not.
-        transitions: From e to the bias of an HMM's transitions, R to r^2; None: they read no token.
+    `anchor` [..., d], b's own row, is read before the others by a recurrence; `transitions` map e to the bias of an
+    HMM's transitions, R to r^2.
     """
 
     def __init__(
@@ -243,12 +232,7 @@ class MarkovTables(RowTables):
 
 
 class ConfidenceHead(nn.Module):
-    """Estimates, before a token is drawn, how likely it is to be accepted (DSpark).
-
-    Args:
-        config: Of the drafter.
-        width: Width of the embeddings of tokens that are read, too; 0: none.
-    """
+    """Estimates, before a token is drawn, how likely it is to be accepted (DSpark); `width` is that of embeddings."""
 
     def __init__(self, config: BlockDrafterConfig, width: int) -> None:
         super().__init__()
@@ -395,12 +379,8 @@ class BTreeLaw(CircuitLaw):
 class SelectorLaw(BlockLaw):
     """The K likeliest tokens of every place, each chosen given the token before it (DFlash 2).
 
-    A candidate y behind y' has its base logit and sum_r A[y']_r (H h)_r B[y]_r, where h is the row that drafts it.
-
-    Args:
-        config: Of the drafter.
-        rank: R.
-        top_k: K.
+    A candidate y behind y' has its base logit and sum_r A[y']_r (H h)_r B[y]_r, where h is the row that drafts it;
+    `rank` is R, `top_k` K.
     """
 
     module_name = "candidate_selector"

@@ -1,4 +1,4 @@
-"""The loss of block drafters: terms of every place of a block given the text before it, in the columns of all recipes.
+"""The blocks that are trained, and their loss: terms of every place given the text before it, for all recipes.
 
 Rows of blocks are computed once, with a graph; logits exist for some blocks at a time, whose gradients are made at once
 (`chunked_sums`). So memory does not grow with blocks times vocabulary.
@@ -6,21 +6,175 @@ Rows of blocks are computed once, with a graph; logits exist for some blocks at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
+from ...configuration.block import BlockDrafterConfig
 from ...configuration.block_losses import READS_TEACHER, BlockLossOptions, BlockRecipe
+from ...generation.tensors.masks import model_mask
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LossSegment, chunked_sums
+from ..common.learning import numbered
 from ..common.outputs import BlockOutput
 from ..common.teacher import ACCEPTANCES, acceptance, accepted_along, divergence, logit_summaries, sequence_log_probs
 from ..heads.window_distribution import at_tokens, exact
-from .batch import BlockBatch, taken
 from .laws import SelectorLaw
-from .network import BlockNetwork
+from .network import BlockNetwork, seen_rows, window_of
+
+_LEAST_ROWS = 256
+"""Rows that run together, at least: they see columns of the context, and each other's for nothing."""
+
+
+@dataclass
+class BlockBatch:
+    """A batch, and the blocks in it."""
+
+    ids: Tensor  # [B, L] int64
+    scored: Tensor  # [B, L] bool, tokens that are targets
+    documents: Tensor  # [B, L] int64, each token's; -1 for padding
+    positions: Tensor  # [B, L] int64, within documents
+    anchors: Tensor  # [B, A] int64, columns of the tokens before blocks
+    keep: Tensor  # [B, A] bool, blocks that count
+
+    @classmethod
+    def of(cls, ids: Tensor, scored: Tensor, mask: Tensor | None, positions: Tensor | None) -> BlockBatch:
+        """Return a batch from the arguments of a model's forward, with blocks behind every token."""
+        positions, documents = numbered(ids, mask, positions)
+        anchors, real = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape), documents >= 0
+        return cls(ids, scored & real, documents, positions, anchors, real)
+
+    def side_by_side(self) -> BlockBatch:
+        """Return the same with all sequences in one row, each a document."""
+        numbers = torch.arange(len(self.ids), device=self.ids.device)[:, None] * self.ids.shape[1]
+        documents = torch.where(self.documents < 0, -1, self.documents + numbers)
+        parts = (self.ids, self.scored, documents, self.positions, self.anchors + numbers, self.keep)
+        return BlockBatch(*(part.reshape(1, -1) for part in parts))
+
+    @property
+    def ends(self) -> Tensor:
+        """The columns behind the last token of every sequence, [B, 1]: padding on the right is no part of it."""
+        columns = torch.arange(1, self.ids.shape[1] + 1, device=self.ids.device)
+        return (columns * (self.documents >= 0)).amax(1, keepdim=True)
+
+    def at(self, anchors: Tensor, keep: Tensor | None = None) -> BlockBatch:
+        """Return the same with blocks at other anchors [B, A]; `keep` [B, A] are those that count."""
+        anchors = anchors.to(self.ids.device)
+        keep = torch.ones_like(anchors, dtype=torch.bool) if keep is None else keep.to(self.ids.device).bool()
+        return replace(self, anchors=anchors, keep=keep.view_as(anchors))
+
+    def may_begin(self, recipe: BlockRecipe, block_size: int) -> Tensor:
+        """Return the tokens behind which a recipe lets blocks begin, [B, L] bool; none does behind a document's first.
+
+        Nothing would stand before it, and where rows are joined it is no target.
+        """
+        same = self.documents[:, 1:] == self.documents[:, :-1]
+        may = self.scored & nn.functional.pad(same, (1, 0))
+        if recipe.anchors == "inside":
+            columns = torch.arange(self.ids.shape[1], device=self.ids.device)
+            return may & (columns < self.ends - block_size)
+        return may & nn.functional.pad(self.scored[:, 1:] & same, (0, 1))
+
+    def drawn(self, recipe: BlockRecipe, block_size: int, count: int, is_fixed: bool) -> BlockBatch:
+        """Return the same with up to `count` random blocks per sequence; `is_fixed` are the same in every call.
+
+        Blocks that count nowhere fill up sequences with fewer; an accelerator's host does not wait where they are long.
+        """
+        may = self.may_begin(recipe, block_size)
+        generator = torch.Generator().manual_seed(0) if is_fixed else None
+        chance = torch.rand(may.shape, generator=generator, device="cpu" if is_fixed else may.device)
+        best = chance.to(may.device).masked_fill(~may, -1).topk(min(count, may.shape[1]), -1)
+        begins, is_long = best.values >= 0, may.shape[1] >= 4 * count
+        most = count if is_long and may.device.type != "cpu" else max(int(begins.sum(-1).max()), 1)
+        order = best.indices[:, :most].sort(-1)
+        return self.at(order.values, begins[:, :most].gather(-1, order.indices))
+
+    def places(self, count: int) -> Tensor:
+        """Return the columns of the tokens that blocks predict, [B, A, m]; those beyond the end are clamped to it."""
+        ahead = self.anchors[..., None] + torch.arange(1, count + 1, device=self.ids.device)
+        return ahead.clamp(max=self.ids.shape[1] - 1)
+
+    def counted(self, recipe: BlockRecipe, config: BlockDrafterConfig) -> Tensor:
+        """Return which places count, [B, A, m] bool."""
+        size = config.num_drafts
+        columns = self.places(size)
+        ahead = self.anchors[..., None] + torch.arange(1, size + 1, device=self.ids.device)
+        inside = ahead < self.ends[..., None]
+        read = (columns - int(config.sample_from_anchor and recipe.places == "rows")).clamp(min=0)
+        found = inside & taken(self.scored, read)
+        if recipe.within:
+            found &= taken(self.documents, columns) == taken(self.documents, self.anchors)[..., None]
+        found = found.long().cumprod(-1).bool() if recipe.places == "whole" else found
+        return found & self.keep[..., None]
+
+
+def taken(values: Tensor, columns: Tensor) -> Tensor:
+    """Return values [B, L] at columns [B, ..]."""
+    return values.gather(1, columns.flatten(1)).view_as(columns)
+
+
+def block_rows(
+    network: BlockNetwork, context: Tensor, batch: BlockBatch, from_anchor: bool = False, recomputes: bool = False
+) -> Tensor:
+    """Return the rows of all blocks of a batch, [B, A, S, d], from the context [B, L, d].
+
+    With `from_anchor`, windows of the context are measured from the anchor, not from each row; with `recomputes`, rows
+    are computed again in backward, and hold no memory until then.
+    """
+    source, size = DynamicCache(), network.config.block_size
+    network.extend(context, batch.positions, source, network.joint_projection())
+    layers = cast(list[CacheLayerMixin], source.layers)
+    columns = [cast(Tensor, part) for layer in layers for part in (layer.keys, layer.values)]
+    together = max(context.shape[1] // 2, _LEAST_ROWS) // size
+    found = list[Tensor]()
+    for anchors, keep in zip(batch.anchors.split(together, 1), batch.keep.split(together, 1)):
+        part = batch.at(anchors, keep)
+        embedded = network.embed_rows(taken(part.ids, anchors)).flatten(1, 2)  # [B, a S, d]
+        ahead = torch.arange(size, device=anchors.device)
+        positions = (taken(part.positions, anchors)[..., None] + ahead).flatten(1)  # [B, a S]
+        masks = _masks(network.config, part, positions, embedded.dtype, from_anchor)
+        run = partial(_run, network, positions, masks)
+        rows = checkpoint(run, embedded, *columns, use_reentrant=False) if recomputes else run(embedded, *columns)
+        found.append(cast(Tensor, rows).unflatten(1, (-1, size)))
+    return torch.cat(found, 1)
+
+
+def _run(
+    network: BlockNetwork, positions: Tensor, masks: dict[str, Tensor | None], embedded: Tensor, *columns: Tensor
+) -> Tensor:
+    """Run rows behind the keys and values of a context, layer by layer."""
+    cache = DynamicCache()
+    for index in range(len(columns) // 2):
+        cache.update(columns[2 * index], columns[2 * index + 1], index)
+    return network.rows(embedded, positions, masks, cache)
+
+
+def _masks(
+    config: BlockDrafterConfig, batch: BlockBatch, positions: Tensor, dtype: torch.dtype, from_anchor: bool
+) -> dict[str, Tensor | None]:
+    """Return what rows at positions [B, R] of blocks next to each other see, by kind of layer: [B, 1, R, L + R]."""
+    anchors, size, device = batch.anchors, config.block_size, positions.device
+    columns = torch.arange(batch.ids.shape[1], device=device)
+    before = columns < anchors[..., None]
+    before &= batch.documents[:, None] == taken(batch.documents, anchors)[..., None]  # [B, a, L]
+    before, masks = before.repeat_interleave(size, 1), dict[str, Tensor | None]()  # [B, R, L]
+    same = torch.eye(anchors.shape[1], dtype=torch.bool, device=device)
+    for kind in dict.fromkeys(config.layer_types or ()):
+        window, seen = window_of(config, kind), before
+        if window is not None:
+            start = taken(batch.positions, anchors).repeat_interleave(size, 1) - 1 if from_anchor else positions
+            seen = seen & (start[..., None] - batch.positions[:, None] < window)
+        within = torch.kron(same, seen_rows(config, kind, device))  # [R, R]
+        masks[kind] = model_mask(torch.cat([seen, within.expand(len(seen), -1, -1)], -1), config, dtype)
+    return masks
+
 
 _DPACE = 0.5
 """Share of certainty in the acceptance that D-PACE assumes."""
@@ -52,16 +206,10 @@ def block_loss(
     items: Tensor | None = None,
     summaries: Tensor | None = None,
 ) -> BlockOutput:
-    """Return the loss of blocks, and their terms.
+    """Return the loss of blocks, and their terms, from `block_rows` [B, A, S, d].
 
-    Args:
-        network: The drafter.
-        hidden: [B, A, S, d], `block_rows`.
-        batch: The batch.
-        states: [B, L, D], the backbone's last hidden states.
-        options: How the loss is computed.
-        items: Places that count over all micro-batches, [m]; None: those of the batch.
-        summaries: [B, L, 2], the `logit_summaries` of the states; None: computed where they are read.
+    `states` [B, L, D] are the backbone's last, `items` [m] the places that count over all micro-batches, and
+    `summaries` [B, L, 2] the `logit_summaries` of the states, computed where they are None and read.
     """
     config, method = network.config, method_of(network.config.law)
     recipe, names = options.recipe(method), options.weighted_terms(method)
@@ -76,17 +224,15 @@ def block_loss(
     sequences = len(batch.ids) * total[0] / counts[0].clamp(min=1)
     weights = place_weights(options, recipe, total, sequences)
     columns = batch.places(size)
-    teacher = BlockTeacher(network, states, batch, columns, counted, recipe, set(names), summaries)
-    tokens = torch.cat([batch.anchors[..., None], columns], -1)
-    tokens = taken(batch.ids, tokens)  # [B, A, m + 1], b first
-    terms = BlockTerms(network, teacher, options, list(names))
+    tokens = taken(batch.ids, torch.cat([batch.anchors[..., None], columns], -1))  # [B, A, m + 1], b first
+    terms = BlockTerms(network, options, list(names), states, batch, columns, counted, summaries)
     shares = [weight * weights for weight in names.values()]
-    shares = torch.cat([*shares, *[torch.zeros_like(weights)] * teacher.reads_all])
+    shares = torch.cat([*shares, *[torch.zeros_like(weights)] * terms.reads_all])
     starts = torch.arange(len(columns), device=columns.device)[:, None, None] * batch.ids.shape[1]
     arguments = (tokens, counted, columns + starts)  # columns of all sequences, one after the other
     part = LossSegment(hidden.flatten(-2), arguments, shares, scored=counted.any(-1))
     heads = nn.ModuleList([law, *([network.confidence_head] if config.has_confidence else [])])
-    numbers = size * network.draft_size * (getattr(law, "rank", 1) + 1 + teacher.reads_all)
+    numbers = size * network.draft_size * (getattr(law, "rank", 1) + 1 + terms.reads_all)
     loss, (sums,) = chunked_sums(terms, heads, [part], numbers, size)
     found = dict(zip([*names, "acceptances"], sums.unflatten(0, (-1, size))))  # [m] each
     accepted = found.pop("acceptances", None)
@@ -100,145 +246,91 @@ def block_loss(
     )
 
 
-class BlockTeacher:
-    """What the backbone says of the tokens that blocks predict.
-
-    Attributes:
-        reads_all: Whether its distributions are read.
-    """
+class BlockTerms:
+    """Makes the terms of some blocks from their rows: [N, n m], n terms and, if p is read, the acceptance."""
 
     def __init__(
         self,
         network: BlockNetwork,
+        options: BlockLossOptions,
+        names: list[str],
         states: Tensor,
         batch: BlockBatch,
         columns: Tensor,
         counted: Tensor,
-        recipe: BlockRecipe,
-        names: set[str],
         summaries: Tensor | None,
     ) -> None:
-        vocabulary = network.draft_vocabulary
-        self.backbone = BackboneParts(network.backbone, vocabulary)
-        self.states, self.totals = states.detach().flatten(0, 1), None
-        self.reads_all = not names.isdisjoint(READS_TEACHER)
-        self.log_p: Tensor | None = None
-        if "block" not in names and (vocabulary is None or recipe.is_restricted or not self.reads_all):
-            return
-        whole = BackboneParts(network.backbone)
+        self.network, self.options, self.names = network, options, names
+        self.states, vocabulary = states.detach().flatten(0, 1), network.draft_vocabulary
+        self.backbone, whole = BackboneParts(network.backbone, vocabulary), BackboneParts(network.backbone)
+        self.reads_all = not set(names).isdisjoint(READS_TEACHER)
+        is_restricted = options.recipe(method_of(network.config.law)).is_restricted
+        self.totals: Tensor | None = None  # [B L], logsumexp of all logits where those of columns are not enough
+        self.label_log_p = self.states[:0]  # [B L], log p of the text's next tokens where a term reads it
         numbers = torch.zeros_like(batch.ids)  # of places that count, by the states before them
         before = numbers.scatter_add_(1, (columns - 1).clamp(min=0).flatten(1), counted.flatten(1).long()) > 0
-        if self.reads_all and vocabulary is not None and not recipe.is_restricted:
+        if self.reads_all and vocabulary is not None and not is_restricted:
             summaries = logit_summaries(whole, states, before) if summaries is None else summaries
-            self.totals = summaries.flatten(0, 1)[:, 0]  # [B L]
+            self.totals = summaries.flatten(0, 1)[:, 0]
         if "block" in names:
             following = nn.functional.pad(batch.ids[:, 1:], (0, 1)).masked_fill(~before, -1)
-            self.log_p = sequence_log_probs(whole, states, following).flatten()
+            self.label_log_p = sequence_log_probs(whole, states, following).flatten()
 
     @torch.no_grad()
     def log_probs(self, columns: Tensor) -> Tensor:
-        """Return log p [N, m, v] of the tokens in columns [N, m] of all sequences."""
+        """Return the backbone's log p [N, m, v] of the tokens in columns [N, m] of all sequences."""
         logits = exact(self.backbone.unembed(self.states[columns - 1]))
         return logits.log_softmax(-1) if self.totals is None else logits - self.totals[columns - 1][..., None]
 
-
-@dataclass
-class Places:
-    """The places of some blocks.
-
-    Attributes:
-        rows: [N, m, d], the rows that draft them.
-        logits: [N, m, v], their base logits.
-        log_q: [N, m, v], what is learned, given the text before.
-        log_p: [N, m, v], the backbone's; None where no term reads it.
-        label_log_p: [N, m], log p of the text's tokens; None where no term reads it.
-        before: Ids [N, m] of the tokens before them.
-        codes: Columns [N, m] of the text's tokens.
-        drafted: [N, m] bool, places that count and whose token has a column.
-    """
-
-    rows: Tensor
-    logits: Tensor
-    log_q: Tensor
-    log_p: Tensor | None
-    label_log_p: Tensor | None
-    before: Tensor
-    codes: Tensor
-    drafted: Tensor
-
-    @property
-    def taught(self) -> Tensor:
-        """Return `log_p`, which a term reads."""
-        assert self.log_p is not None
-        return self.log_p
-
-    @cached_property
-    def of_labels(self) -> Tensor:
-        """Return log q of the text's tokens, [N, m]; any where they have no column."""
-        return at_tokens(self.log_q, self.codes)
-
-
-class BlockTerms:
-    """Makes the terms of some blocks from their rows: [N, n m], n terms and, if p is known, the acceptance."""
-
-    def __init__(
-        self, network: BlockNetwork, teacher: BlockTeacher, options: BlockLossOptions, names: list[str]
-    ) -> None:
-        self.network, self.teacher, self.options, self.names = network, teacher, options, names
-
     def __call__(self, flat: Tensor, tokens: Tensor, counted: Tensor, columns: Tensor) -> Tensor:
-        network, config, teacher = self.network, self.network.config, self.teacher
+        network, config = self.network, self.network.config
         hidden = flat.unflatten(-1, (config.block_size, -1))  # [N, S, d]
         rows = hidden[:, config.first_row :]  # [N, m, d]
         anchor = hidden[:, 0] if config.first_row else None
-        logits, vocabulary = network.draft_logits(rows), network.draft_vocabulary
+        logits, vocabulary, law = network.draft_logits(rows), network.draft_vocabulary, network.joint_law
         before, text = tokens[:, :-1], tokens[:, 1:]
         codes = text if vocabulary is None else vocabulary.codes(text)
-        law = network.joint_law.distribution(rows, logits, tokens[:, 0], anchor, vocabulary)
-        if isinstance(network.joint_law, SelectorLaw):  # whose base logits learn, and then its choice
-            log_q = logits.log_softmax(-1)
-        else:
-            log_q = law.conditional_log_probs(codes)  # [N, m, v]
-        log_p = teacher.log_probs(columns).to(log_q.dtype) if teacher.reads_all else None
-        labels = None if teacher.log_p is None else teacher.log_p[columns - 1].to(log_q.dtype)
+        joint = law.distribution(rows, logits, tokens[:, 0], anchor, vocabulary)
+        is_base = isinstance(law, SelectorLaw)  # whose base logits learn, and then its choice
+        log_q = logits.log_softmax(-1) if is_base else joint.conditional_log_probs(codes)  # [N, m, v]
+        log_p = self.log_probs(columns).to(log_q.dtype) if self.reads_all else log_q
         drafted = counted & (codes < network.draft_size)
-        places = Places(rows, logits, log_q, log_p, labels, before, codes, drafted)
+        of_labels = at_tokens(log_q, codes)  # [N, m]; any where they have no column
+
+        def choice() -> Tensor:
+            wanted = log_p.argmax(-1) if self.reads_all else codes
+            has_column = wanted < log_q.shape[-1]
+            terms = cast(SelectorLaw, law).choice_terms(rows, logits, before, torch.where(has_column, wanted, 0))
+            return torch.where(has_column, terms, 0.0)
+
+        def confidence() -> Tensor:
+            embedded = law.embed(before) if config.confidence_reads_token else None
+            found, wanted = network.confidence_head(rows, embedded), acceptance(log_p, log_q.detach()).clamp(0, 1)
+            return nn.functional.binary_cross_entropy_with_logits(found.to(wanted), wanted, reduction="none")
+
+        terms: dict[str, Callable[[], Tensor]] = {
+            "labels": lambda: torch.where(drafted, -of_labels, 0.0),
+            "block": lambda: -accepted_along(of_labels, self.label_log_p[columns - 1].to(log_q.dtype), drafted),
+            "argmax": lambda: -at_tokens(log_q, log_p.argmax(-1)),
+            "l1": lambda: (log_p.exp() - log_q.exp()).abs().sum(-1),
+            "selector": choice,
+            "confidence": confidence,
+        }
         factor = counted.to(log_q.dtype)
         if self.options.weights == "dpace":
-            factor = factor * _dpace(places.of_labels, drafted, counted)
-        values = [torch.where(counted, self._term(name, places), 0.0) * factor for name in self.names]
-        if log_p is not None:
+            factor = factor * _dpace(of_labels, drafted, counted)
+        found = (
+            terms[name]()
+            if name in terms
+            else divergence(name, log_p if name in ACCEPTANCES else log_p.log_softmax(-1), log_q)
+            for name in self.names
+        )
+        values = [torch.where(counted, each, 0.0) * factor for each in found]
+        if self.reads_all:
             with torch.no_grad():
-                drawn = law.conditional_log_probs(codes) if "selector" in self.names else log_q
+                drawn = joint.conditional_log_probs(codes) if "selector" in self.names else log_q
                 values.append(torch.where(counted, acceptance(log_p, drawn), 0.0))
         return torch.cat(values, -1)
-
-    def _term(self, name: str, places: Places) -> Tensor:
-        """Return a term of all places, [N, m]."""
-        network, log_q = self.network, places.log_q
-        law = network.joint_law
-        if name == "labels":
-            return torch.where(places.drafted, -places.of_labels, 0.0)
-        if name == "block":
-            assert places.label_log_p is not None
-            return -accepted_along(places.of_labels, places.label_log_p, places.drafted)
-        if name == "selector":
-            assert isinstance(law, SelectorLaw)
-            wanted = places.codes if places.log_p is None else places.log_p.argmax(-1)
-            has_column = wanted < log_q.shape[-1]
-            terms = law.choice_terms(places.rows, places.logits, places.before, torch.where(has_column, wanted, 0))
-            return torch.where(has_column, terms, 0.0)
-        if name == "argmax":
-            return -at_tokens(log_q, places.taught.argmax(-1))
-        if name == "l1":
-            return (places.taught.exp() - log_q.exp()).abs().sum(-1)
-        if name == "confidence":
-            embedded = law.embed(places.before) if network.config.confidence_reads_token else None
-            found, wanted = network.confidence_head(places.rows, embedded), acceptance(places.taught, log_q.detach())
-            return nn.functional.binary_cross_entropy_with_logits(
-                found.to(wanted), wanted.clamp(0, 1), reduction="none"
-            )
-        return divergence(name, places.taught if name in ACCEPTANCES else places.taught.log_softmax(-1), log_q)
 
 
 def _dpace(log_q: Tensor, drafted: Tensor, counted: Tensor) -> Tensor:
@@ -247,8 +339,3 @@ def _dpace(log_q: Tensor, drafted: Tensor, counted: Tensor) -> Tensor:
     chance = torch.where(counted, (1 - _DPACE) * chance + _DPACE, 1.0)
     reached = chance.cumprod(-1) * counted
     return reached.flip(-1).cumsum(-1).flip(-1)
-
-
-def pooled_loss(options: BlockLossOptions, law: str, sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the loss of data from summed terms and places that count, [m] each."""
-    return (sums * place_weights(options, options.recipe(method_of(law)), counts.to(sums), 1)).sum()

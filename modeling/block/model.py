@@ -9,41 +9,37 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration.block import BlockDrafterConfig
+from ...configuration.block_losses import BlockLossOptions, BlockRecipe
 from ...configuration.fields import field
-from ...generation.attach import adopt_fields
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import check_attention
-from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.tensor_files import (
-    Fields,
-    naming,
-    read_tensors,
-    weight_files,
-    write_json,
-)
-from ...generation.tensors.wrapped_models import has_own_cache, input_embeddings, untyped, unwrap
-from ..common.backbone_parts import output_embeddings, weight_of
+from ...generation.tensors.saving import reads_whole
+from ...generation.tensors.tensor_files import Fields, naming, optional_file, read_tensors, weight_files
+from ...generation.tensors.wrapped_models import input_embeddings, unwrap
+from ..common.backbone_parts import BackboneParts, output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
-from ..common.drafter_configs import check_kind, new_config, warn_of_kind
-from ..common.foreign import ForeignLayoutsMixin, Stored, optional_file
+from ..common.drafter_configs import new_config
+from ..common.foreign import ForeignLayoutsMixin, Stored
+from ..common.learning import States, run_backbone
+from ..common.outputs import BlockOutput, DraftDistributions
+from ..heads.losses import IGNORE, check_targets, unshifted
 from .layouts import OVERRIDES, check_overrides, checked_layout, default_ids, foreign_drafter, written
-from .learning import BlockLearner
+from .losses import BlockBatch, block_loss, block_rows, method_of, place_weights
+from .network import BlockNetwork
 from .session import BlockSession
 
 _MASK_FILE = "mask_embedding.pt"
 
 
-class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
+class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
     """A block drafter, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -57,8 +53,15 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
     """
 
     remote_classes = {"AutoModel": "BlockDrafter"}
-    _supports_sdpa = True
-    drafts_trees, attends, not_served = True, True, None
+    loss_unit = "place"
+    counts_sequences = True
+    """Every sequence has its number of blocks, so that trainers do not join rows."""
+    recomputes = False
+    """Whether training computes rows of blocks again in backward (activation checkpointing)."""
+
+    def __init__(self, config: BlockDrafterConfig) -> None:
+        super().__init__(config)
+        config.loss_options = BlockLossOptions.of(config.loss_options)  # a dict where `from_pretrained` sets it
 
     @property
     def block_size(self) -> int:
@@ -143,16 +146,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         options["sample_from_anchor"] = sample_from_anchor
         own = partial(_fields_of, backbone, layers)
         drafter = cls(new_config(BlockDrafterConfig, "BlockDrafter", backbone, options, own))
-        if draft_ids is not None:
-            drafter.set_draft_ids(draft_ids)
-        drafter = drafter.attach(backbone)
-        with torch.no_grad():
-            if drafter.config.own_unembedding:
-                unembedding = weight_of(output_embeddings(backbone), drafter.lm_head.weight)
-                drafter.lm_head.weight.copy_(unembedding[drafter.draft_ids.to(unembedding.device)])
-            if drafter.config.own_embeddings:
-                drafter.embed_tokens.weight.copy_(input_embeddings(backbone).weight)
-        return drafter
+        return drafter._begun(backbone, draft_ids)
 
     def made_for(self) -> Mapping[str, object]:
         config = self.config
@@ -161,7 +155,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone with other sizes, too few layers, or a table without the mask token."""
-        check_kind(backbone)
         check_attention(self.config, "block drafters")
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
         super().check_backbone(backbone)
@@ -175,19 +168,12 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             raise ValueError(
                 f"mask_token_id={self.config.mask_token_id}, but the embeddings of {kind} have rows 0..{rows - 1}"
             )
-        if has_own_cache(backbone):
-            raise ValueError(f"backbone: {kind} has its own cache class, whose columns a drafter's cannot follow")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device; tables of the checkpoint stay the drafter's own."""
-        if backbone.device.type != "meta":  # not offloaded
-            dtype = backbone.dtype if backbone.dtype.is_floating_point else None
-            untyped(self).to(backbone.device, dtype)
         if not self.config.vocab_size:
             self.config.vocab_size = self.config.draft_vocab_size = backbone.config.get_text_config().vocab_size
             self.draft_size = self.config.vocab_size
-        adopt_fields(self.config, backbone)
-        warn_of_kind(self.config, backbone, "block drafter")
+        super().on_attach(backbone)
 
     def longest_draft(self) -> int:
         """Return m."""
@@ -255,17 +241,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         check_overrides(name, raw, changed)
 
     def export(self, folder: str | PathLike, layout: str = "speculators") -> None:
-        """Write a checkpoint for other libraries and engines.
-
-        Args:
-            folder: The directory.
-            layout: `"z-lab"` (SpecForge's with a Markov law), `"speculators"` (vLLM's) or `"deepspec"`.
-
-        Raises:
-            ValueError: An option of this drafter that the layout cannot hold.
-        """
-        with whole_directory(folder) as directory:
-            self.write_layout(directory, layout)
+        super().export(folder, layout)
 
     def export_to(self, engine: str, folder: Path) -> Fields:
         if engine != "vllm":
@@ -274,15 +250,131 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         method = {"independent": "dflash", "selector": "dflash2"}.get(self.law, "dspark")
         return {"method": method, "num_speculative_tokens": self.num_drafts}
 
-    def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
-        tables: list[Tensor | None] = [None, None]
+    def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
+        tables: dict[str, Tensor] = {}
         if self.is_attached:
-            unembedding = weight_of(output_embeddings(self.backbone), self.fc.weight)
-            tables = [input_embeddings(self.backbone).weight.detach(), unembedding]
-        fields, tensors = written(self.config, layout, self.state_dict() if state is None else state, *tables)
-        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-        save_file(copies, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-        write_json(directory / CONFIG_NAME, fields | {"dtype": str(self.dtype).removeprefix("torch.")})
+            tables["embed_tokens.weight"] = input_embeddings(self.backbone).weight.detach()
+            tables["lm_head.weight"] = weight_of(output_embeddings(self.backbone), self.fc.weight)
+        fields, tensors = written(self.config, layout, state, tables)
+        return fields | {"dtype": str(self.dtype).removeprefix("torch.")}, tensors
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
+        """Compute rows again in backward; layers alone would do it without the context in their cache."""
+        self.recomputes = enable
+
+    @property
+    def learning_layers(self) -> list[int]:
+        """Hidden states of the backbone that training reads, as indices of `output_hidden_states`."""
+        return [*dict.fromkeys(self.feature_layers), -1]
+
+    @property
+    def hidden_layers(self) -> list[int]:
+        """Hidden states of the backbone that drafting reads."""
+        return self.feature_layers
+
+    @property
+    def num_losses(self) -> int:
+        """m, places of a block."""
+        return self.config.num_drafts
+
+    @property
+    def _recipe(self) -> BlockRecipe:
+        return self.loss_options.recipe(method_of(self.config.law))
+
+    def loss_counts(
+        self,
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the number of places that count, [m] int64, as it is expected of random blocks.
+
+        Arguments are those of `forward`.
+        """
+        labels = cast(Tensor, unshifted(labels, shift_labels))
+        batch, options = BlockBatch.of(labels, labels != IGNORE, attention_mask, position_ids), self.loss_options
+        may = batch.may_begin(self._recipe, self.config.block_size)  # [B, L]
+        every = batch.at(batch.anchors, may).counted(self._recipe, self.config)  # [B, L, m]
+        number = may.sum(1)
+        share = number.clamp(max=options.anchors) / number.clamp(min=1)  # [B]
+        return (every.sum(1) * share[:, None]).sum(0).round().long()
+
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """Return the loss of data from sums per place, [m] each."""
+        return (sums * place_weights(self.loss_options, self._recipe, counts.to(sums), 1)).sum()
+
+    def learn(
+        self,
+        states: States,
+        logits: Tensor | None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        counts: Tensor | None,
+        shift_labels: Tensor | None = None,
+        summaries: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        anchors: Tensor | None = None,
+        keep: Tensor | None = None,
+        **kwargs: object,
+    ) -> BlockOutput:
+        """Return the loss on the backbone's states that `learning_layers` names, [B, L, D] each; see `forward`.
+
+        Targets are `labels` or `shift_labels` that are not -100, or where `loss_mask` [B, L] is not 0. Blocks begin
+        behind `anchors` [B, A] (or [A], of all sequences side by side) that `keep` does not leave out; None: behind
+        random ones, in evaluation the same in every call. `counts` [m] are the places of all micro-batches.
+
+        Raises:
+            ValueError: Labels and a `loss_mask` that differ.
+        """
+        labels = unshifted(labels, shift_labels)
+        if labels is None and loss_mask is None:
+            return BlockOutput(logits=logits)
+        if labels is not None:
+            check_targets(labels, self.config.vocab_size)
+        scored = cast(Tensor, labels) != IGNORE if loss_mask is None else loss_mask.bool()
+        if labels is not None and not torch.equal(scored, labels != IGNORE):  # the counts of an update are of labels
+            raise ValueError("labels and loss_mask differ in what is scored: pass one of them")
+        batch, options = BlockBatch.of(input_ids, scored, attention_mask, position_ids), self.loss_options
+        context, last = self.fuse(states), cast(Tensor, states[-1])
+        if anchors is not None and anchors.dim() == 1:
+            batch, last, context = batch.side_by_side(), last.flatten(0, 1)[None], context.flatten(0, 1)[None]
+            summaries = None if summaries is None else summaries.flatten(0, 1)[None]
+            anchors = anchors[None]
+        if anchors is None:
+            batch = batch.drawn(self._recipe, self.config.block_size, options.anchors, not self.training)
+        else:
+            batch = batch.at(anchors, keep)
+        recomputes = self.recomputes and self.training
+        hidden = block_rows(self, context, batch, options.layout == "speculators", recomputes)
+        output = block_loss(self, hidden, batch, last, options, counts, summaries)
+        output.logits = logits
+        return output
+
+    def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
+        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+        states = run_backbone(self.backbone, ids, mask, positions, self.learning_layers).hidden_states
+        whole, context = BlockBatch.of(ids, torch.ones_like(ids, dtype=torch.bool), mask, positions), self.fuse(states)
+        first, vocabulary = self.config.first_row, self.draft_vocabulary
+
+        def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
+            # blocks of a sequence next to each other, as many as the sequence with most has
+            order = (rows == torch.arange(len(ids), device=rows.device)[:, None]).long().cumsum(1)  # [B, N]
+            place = order.gather(0, rows[None])[0] - 1  # [N]
+            anchors = rows.new_zeros(len(ids), int(order.max())).index_put((rows, place), columns + 1)
+            hidden = block_rows(self, context, whole.at(anchors.clamp(max=ids.shape[1] - 1)))[rows, place]  # [N, S, d]
+            drafting, anchor = hidden[:, first:], hidden[:, 0] if first else None
+            last, drafts = tokens[:, 0], tokens[:, 1:]
+            drafts = nn.functional.pad(drafts, (0, self.config.num_drafts - drafts.shape[1]))
+            codes = drafts if vocabulary is None else vocabulary.codes(drafts)
+            law = self.joint_law.distribution(drafting, self.draft_logits(drafting), last, anchor, vocabulary)
+            found = law.conditional_log_probs(codes)[:, :length].float()  # [N, length, v]
+            return found if vocabulary is None else vocabulary.spread(found, -torch.inf)
+
+        return DraftDistributions(draft, BackboneParts(self.backbone).unembed, states[-1])
 
 
 def _fields_of(backbone: PreTrainedModel, layers: int, text: PreTrainedConfig) -> Fields:

@@ -57,14 +57,9 @@ def sees_all(config: BlockDrafterConfig) -> bool:
 def block_masks(
     config: BlockDrafterConfig, width: int, real: Tensor | None, rows: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor | None]:
-    """Return the masks of one block behind a context, by kind of layer.
+    """Return the masks of one block of rows [B, S, d] behind a context of C columns, by kind of layer.
 
-    Args:
-        config: The drafter's.
-        width: C, columns of the context.
-        real: [B, C] bool, which of them are no padding; None: all.
-        rows: [B, S, d] of the block.
-        dtype: Of the masks, where they are added to scores.
+    `real` [B, C] bool are those that are no padding; None: all.
     """
     kinds = [*dict.fromkeys(config.layer_types or ())]
     if real is None and sees_all(config):
@@ -141,28 +136,15 @@ _PIECE = 4096
 
 
 class JointProjection(NamedTuple):
-    """The maps from the context to keys and values of all layers.
+    """The maps from the context to keys and values of all layers."""
 
-    Attributes:
-        weight: [2 n H d_h, d], keys of all layers, then values.
-        bias: [2 n H d_h], or None.
-        gains: [n, 1, d_h] of the norms of keys.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    gains: Tensor
+    weight: Tensor  # [2 n H d_h, d], keys of all layers, then values
+    bias: Tensor | None  # [2 n H d_h]
+    gains: Tensor  # [n, 1, d_h] of the norms of keys
 
 
 class Block:
-    """A block that was filled in.
-
-    Args:
-        network: What filled it in.
-        hidden: [B, S, d], all rows after the final norm.
-        last: [B] int64, the token of the first row.
-        length: Tokens that are read; None: m.
-    """
+    """A block that was filled in: hidden [B, S, d] after the final norm, and the token [B] of the first row."""
 
     def __init__(self, network: BlockNetwork, hidden: Tensor, last: Tensor, length: int | None = None) -> None:
         first, whole = network.config.first_row, network.config.num_drafts
@@ -203,9 +185,6 @@ class BlockNetwork(DraftModel):
 
     Embeddings and unembedding are the backbone's, looked up when needed, unless the checkpoint has its own; they are
     always frozen.
-
-    Args:
-        config: See `BlockDrafterConfig`.
     """
 
     config: BlockDrafterConfig
@@ -249,11 +228,7 @@ class BlockNetwork(DraftModel):
         return self.embed_tokens if self.config.own_embeddings else None
 
     def fuse(self, hidden_states: States) -> Tensor:
-        """Return the context of tokens, [B, T, d], on the drafter's device and in its dtype.
-
-        Args:
-            hidden_states: The backbone's; those that `feature_layers` names are read.
-        """
+        """Return the context of tokens, [B, T, d], on the drafter's device, of states by `feature_layers`."""
         chosen = [cast(Tensor, hidden_states[index]) for index in self.feature_layers]
         pieces = zip(*(state.split(_PIECE, dim=1) for state in chosen))
         fused = [
@@ -361,34 +336,10 @@ class BlockNetwork(DraftModel):
         cache.crop(-self.config.block_size)
         return Block(self, hidden, last)
 
-    def block_logits(
-        self,
-        context: Tensor,
-        last: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """Return `Block.logits` [B, m, V]; arguments as for `block`."""
-        return self.block(context, last, attention_mask, past_key_values).logits
-
-    def block_distribution(
-        self,
-        context: Tensor,
-        last: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> WindowDistribution:
-        """Return `Block.distribution`; arguments as for `block`."""
-        return self.block(context, last, attention_mask, past_key_values).distribution
-
     def confidence(self, block: Block, drafts: Tensor | DraftTree) -> Tensor | None:
         """Return logits [B, m] of the estimates that drafts will be accepted, if those before them are.
 
-        None without such a head. That of a token does not depend on the token itself.
-
-        Args:
-            block: The block.
-            drafts: Tokens [B, m] of a chain, or a tree.
+        None without such a head. `drafts` are tokens [B, m] of a chain, or a tree; it does not read a token itself.
         """
         if not self.config.has_confidence:
             return None

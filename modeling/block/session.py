@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...generation.backbone.drafting import drafter_layout, of_accepted
+from ...generation.backbone.cache import drafter_layout, of_accepted
 from ...generation.call.options import DraftOptions
 from ...generation.call.sequences import Sequences
 from ...generation.contract import (

@@ -243,8 +243,8 @@ def layer_options(
     """Return what a layer takes besides its states [B, T, d], whose shape, dtype and device are read.
 
     `attention_mask` is [B, past + T], or what is seen [B, 1, T, W] bool, of all layers or by kind; `position_ids` is
-    [B or 1, T], or three with images (`rotary_positions`); `cache` is the caller's, in which the
-    layer has a `slot`; `kind` says how the layer attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
+    [B or 1, T], or three with images; `cache` is the caller's, in which the layer has a `slot`; `kind` is one of
+    `layer_types`.
     """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]

@@ -17,7 +17,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
+
+from ...generation.tensors.tensor_files import optional_file
 
 TokenIds = Sequence[int] | Tensor
 FILE = "draft_vocabulary.json"
@@ -102,32 +103,24 @@ class DraftVocabulary:
 
 def stored_ids(name: str | PathLike, **hub: Any) -> list[int] | None:
     """Return the draft vocabulary of a directory or a Hub repository; None where there is none."""
-    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(name, FILE, **hub, **options)
+    file = optional_file(name, FILE, hub)
     return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
 
 
 def check_offsets(name: object, state: dict[str, Tensor], size: int, vocab: int) -> None:
-    """Check that `d2t` of a checkpoint holds offsets and agrees with `t2d`; it is removed where all tokens are drafted.
+    """Check that `d2t` of a checkpoint holds offsets of `size` of `vocab` tokens and agrees with `t2d`.
 
-    Args:
-        name: Of the checkpoint, for messages.
-        state: Its tensors by name.
-        size: Vd, tokens that are drafted.
-        vocab: V.
+    It is removed where all tokens are drafted.
     """
     if "d2t" not in state:
         return
     offsets = state["d2t"]
     if offsets.shape != (size,) or offsets.is_floating_point():
-        wanted = f"draft_vocab_size={size} integers, token id - draft id"
-        raise ValueError(f"{name}: d2t is {offsets.dtype} of shape {tuple(offsets.shape)}; it must hold {wanted}")
-    if "t2d" in state and state["t2d"].shape != (vocab,):
-        raise ValueError(f"{name}: t2d has shape {tuple(state['t2d'].shape)}, not one entry for vocab_size={vocab}")
+        raise ValueError(f"{name}: d2t must hold draft_vocab_size={size} integers, token id - draft id")
     ids = DraftVocabulary(offsets + torch.arange(size), vocab, f"{name}: d2t").ids
     drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)  # [V]
     if "t2d" in state and not torch.equal(state["t2d"].bool(), drafted):
-        raise ValueError(f"{name}: t2d and d2t do not name the same tokens (d2t holds offsets: token id - draft id)")
+        raise ValueError(f"{name}: t2d and d2t do not name the same tokens")
     if size == vocab:
         if bool(offsets.any()):
             raise ValueError(f"{name}: d2t permutes a draft vocabulary that is the whole one, {vocab} tokens")

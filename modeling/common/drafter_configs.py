@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import get_annotations
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
 from ...configuration.fields import check_options, field
 from ...configuration.foreign_fields import ROPE, agreed
 from ...generation.tensors.tensor_files import Fields
 
-logger = logging.get_logger(__name__)
 Config = TypeVar("Config", bound=PreTrainedConfig)
 _FROM_BACKBONE = ("target_hidden_size", "num_target_layers", "base_model_name_or_path", "base_model_type")
 _ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
-
-
-class TrainedFor(Protocol):
-    """Fields of a configuration about the backbone that a drafter was trained for."""
-
-    base_model_name_or_path: str | None
-    base_model_type: str | None
 
 
 def layer_fields(text: PreTrainedConfig, options: Fields) -> Fields:
@@ -56,12 +47,8 @@ def new_config(
 ) -> Config:
     """Return the configuration of a new drafter: the backbone's sizes and rope, unless `options` has others.
 
-    Args:
-        kind: Its class, below that of the layers, whose fields may be options, too.
-        owner: The drafter's class, for the message of an unknown option.
-        backbone: A causal language model.
-        options: Of `from_backbone`.
-        own: From the config of the backbone's text model to further fields of `kind`.
+    `options` are fields of `kind` or of the class of the layers above it; `own` makes further fields of the config of
+    the backbone's text model.
     """
     unknown = [name for name in options if name not in get_annotations(kind.__bases__[0])]
     check_options(unknown, kind, f"{owner}.from_backbone", _FROM_BACKBONE)
@@ -75,21 +62,10 @@ def check_kind(backbone: PreTrainedModel) -> None:
     """Refuse a backbone without one hidden state per layer (Gemma 3n), attention and computed positions."""
     text, name = backbone.config.get_text_config(), type(backbone).__name__
     if field(text, "altup_num_inputs", default=1) > 1:
-        several = f"altup_num_inputs={text.altup_num_inputs}"
-        raise ValueError(f"{name}: {several}; it reads one state per layer (MTPHeads read the last one)")
+        raise ValueError(f"{name}: altup_num_inputs={text.altup_num_inputs}; a drafter here reads one state per layer")
     needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
     if missing := [each for each in needed if field(text, each) is None]:
         raise ValueError(f"{name}: its config has no {', '.join(missing)}, as EAGLE heads need; MTPHeads fit any")
-
-
-def warn_of_kind(config: TrainedFor, backbone: PreTrainedModel, drafter: str) -> None:
-    """Warn of another kind of backbone than a drafter was trained for."""
-    is_own = config.base_model_type is None or config.base_model_name_or_path == backbone.config.name_or_path
-    kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
-    # several kinds may share a class, and the text model of a multimodal model has its own kind
-    if not is_own and _class_of(config.base_model_type) not in map(_class_of, kinds):
-        made = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
-        logger.warning_once(f"This {drafter} was made for {made}: output remains exact, with fewer accepted drafts.")
 
 
 def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
@@ -122,6 +98,13 @@ def _of_all_layers(rope: Fields) -> Fields:
     return next((each for each in nested if isinstance(each, dict)), rope)
 
 
+def with_prefixes(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """Return a tensor's name with the beginnings that a layout renames, theirs and ours, one rename after the other."""
+    for theirs, ours in renames:
+        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name
+
+
 def check_columns(owner: object, columns: int, layers: Sequence[int | None], width: int, option: str) -> None:
     """Refuse an `fc` whose columns are not those of the states of these layers, which `option` names."""
     if columns != len(layers) * width:
@@ -150,12 +133,8 @@ def verifier_fields(verifier: Fields) -> Fields:
 def speculators_fields(config: Any, kind: str, name: str, layers: Fields, tokens: int) -> Fields:
     """Return the fields that speculators' config.json has of every drafter.
 
-    Args:
-        config: The drafter's, with `TrainedFor`.
-        kind: `speculators_model_type`.
-        name: Of its class.
-        layers: The config of the layers.
-        tokens: That a proposal has.
+    `kind` is `speculators_model_type`, `name` that of its class, `layers` the config of the layers, `tokens` the length
+    of a proposal.
     """
     verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
     proposal = {
@@ -179,10 +158,6 @@ def speculators_fields(config: Any, kind: str, name: str, layers: Fields, tokens
             "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": verifiers},
         },
     }
-
-
-def _class_of(kind: str | None) -> str | None:
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind) if kind else kind
 
 
 def _shared(config: PreTrainedConfig, name: str) -> Any:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.utils.hub import cached_file
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, refuse_unknown
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.attach import adopt_fields
+from ...generation.tensors.saving import reads_whole, whole_directory
+from ...generation.tensors.tensor_files import (
+    HUB_OPTIONS,
+    Fields,
+    hub_options,
+    optional_file,
+    read_json,
+    refuse_unknown,
+    write_json,
+)
+from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, input_embeddings, untyped
+from .backbone_parts import output_embeddings, weight_of
 from .draft_vocabulary import check_offsets
+from .drafter_configs import check_kind
 from .learning import DraftModel
-from .loading import check_is_there
+from .loading import stored_kinds
 
 _QUANTIZATION = "hf_quant_config"
 """The file (.json) in which Model-Optimizer says how weights are packed."""
-_MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
 """The configuration of a stored drafter, and its tensors where they are not in this library's layout."""
 
@@ -29,10 +40,48 @@ Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
 class ForeignLayoutsMixin(DraftModel):
     """Adds loading of other layouts, and saving in the one that `config.layout` names; `"tokenahead"` is ours.
 
-    A class that uses it loads by `load_stored`, and offers `read_foreign` and `write_layout`.
+    A class that uses it loads by `load_stored`, and offers `read_foreign` and `in_layout`.
     """
 
     config_class: ClassVar[type[PreTrainedConfig]]
+    lm_head: nn.Linear
+    embed_tokens: nn.Embedding
+    _supports_sdpa = True
+    drafts_trees, attends, not_served = True, True, None
+
+    @property
+    def loss_options(self) -> Any:
+        """Options of the loss of `forward`, `EagleLossOptions` or `BlockLossOptions`."""
+        return self.config.loss_options
+
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuse a backbone of other sizes, or that no such drafter fits."""
+        check_kind(backbone)
+        super().check_backbone(backbone)
+        if has_own_cache(backbone):
+            kind = type(backbone).__name__
+            raise ValueError(f"backbone: {kind} has its own cache class, whose columns a drafter's cannot follow")
+
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follow the backbone's dtype and device, and take over its special ids."""
+        if backbone.device.type != "meta":  # not offloaded
+            dtype = backbone.dtype if backbone.dtype.is_floating_point else None
+            untyped(self).to(backbone.device, dtype)
+        adopt_fields(self.config, backbone)
+
+    def _begun(self, backbone: PreTrainedModel, draft_ids: Tensor | None) -> Self:
+        """Return a new drafter attached to a backbone, with copies of its tables where it has its own."""
+        if draft_ids is not None:
+            self.set_draft_ids(draft_ids)
+        self.attach(backbone)
+        with torch.no_grad():
+            if "lm_head" in self._modules:
+                unembedding = weight_of(output_embeddings(backbone), self.lm_head.weight)
+                self.lm_head.weight.copy_(unembedding[self.draft_ids.to(unembedding.device)])
+            table = input_embeddings(backbone).weight
+            if "embed_tokens" in self._modules and self.embed_tokens.weight.shape == table.shape:
+                self.embed_tokens.weight.copy_(table)
+        return self
 
     @classmethod
     def read_foreign(
@@ -49,9 +98,32 @@ class ForeignLayoutsMixin(DraftModel):
         """
         raise NotImplementedError
 
-    def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
-        """Write a checkpoint in another layout; `state` holds the tensors, where they had to be gathered."""
+    def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
+        """Return config.json and tensors of a checkpoint in another layout; `state` holds the drafter's tensors.
+
+        Raises:
+            ValueError: An option of this drafter that the layout cannot hold.
+        """
         raise NotImplementedError
+
+    def export(self, folder: str | PathLike, layout: str) -> None:
+        """Write a checkpoint for another library or engine.
+
+        Args:
+            folder: The directory.
+            layout: One of `EagleHeadConfig.layout`, or of `BlockDrafterConfig.layout`.
+
+        Raises:
+            ValueError: An option of this drafter that the layout cannot hold.
+        """
+        with whole_directory(folder) as directory:
+            self._write_layout(directory, layout, self.state_dict())
+
+    def _write_layout(self, directory: Path, layout: str, state: dict[str, Tensor]) -> None:
+        fields, tensors = self.in_layout(layout, state)
+        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(copies, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        write_json(directory / CONFIG_NAME, fields)
 
     @classmethod
     def check_fields(cls, name: str | PathLike, raw: Fields, changed: Fields) -> None:
@@ -59,13 +131,7 @@ class ForeignLayoutsMixin(DraftModel):
 
     @classmethod
     def load_stored(cls, name: str | PathLike, fields: Fields, kwargs: Kwargs) -> Any:
-        """Return the drafter in a directory or repository.
-
-        Args:
-            name: Of the directory or repository.
-            fields: See `read_foreign`.
-            kwargs: Of `from_pretrained`, and `ignore_fields`.
-        """
+        """Return the drafter in a directory or repository; `fields` as for `read_foreign`."""
         wants_info, ignored = kwargs.pop("output_loading_info", False), kwargs.pop("ignore_fields", None) or ()
         config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs, ignored)
         if state is not None:
@@ -89,17 +155,14 @@ class ForeignLayoutsMixin(DraftModel):
     def _read(
         cls, name: str | PathLike, passed: object, fields: Fields, options: Kwargs, ignored: Sequence[str] = ()
     ) -> Stored:
-        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
-        if isinstance(passed, PreTrainedConfig):
-            raw = passed.to_dict()
+        hub, config = hub_options(options), passed if isinstance(passed, PreTrainedConfig) else None
+        raw = PreTrainedConfig.get_config_dict(name, **hub)[0] if config is None else config.to_dict()
+        if raw.get("model_type") in stored_kinds():
+            cls.check_model_type(name, config, **hub)
         else:
-            check_is_there(name)
-            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
-        if not raw:
-            raise ValueError(f"{name}: no config.json")
-        if raw.get("model_type") != cls.config_class.model_type:
-            cls.refuse_other_drafter(name, raw.get("model_type"))
-            return cls.read_foreign(name, raw | _quantization(name, hub), hub, fields, ignored)
+            if packing := optional_file(name, f"{_QUANTIZATION}.json", hub):
+                raw = raw | {_QUANTIZATION: read_json(Path(packing))}
+            return cls.read_foreign(name, raw, hub, fields, ignored)
         changed = {key: value for key, value in fields.items() if value is not None}
         cls.check_fields(name, raw, changed)
         return cls.config_class.from_dict(raw | changed), None
@@ -113,20 +176,10 @@ class ForeignLayoutsMixin(DraftModel):
                 self.config.base_model_type = self.backbone.config.get_text_config().model_type
             super()._write_directory(directory, is_main_process, state_dict, **kwargs)
         elif is_main_process:
-            self.write_layout(directory, self.config.layout, state_dict)
+            self._write_layout(directory, self.config.layout, state_dict or self.state_dict())
 
     def without_code(self) -> str | None:
         """Return why no code can be saved in layouts of other libraries."""
         layout = self.config.layout
         reason = f"layout={layout!r} is for other tools, and config.layout decides"
         return super().without_code() if layout == "tokenahead" else reason
-
-
-def optional_file(name: str | PathLike, file: str, hub: Fields) -> str | None:
-    """Return the path of a file that a directory or a Hub repository may hold."""
-    return cached_file(name, file, **{**hub, **_MAY_LACK})
-
-
-def _quantization(name: str | PathLike, hub: Fields) -> Fields:
-    file = optional_file(name, f"{_QUANTIZATION}.json", hub)
-    return {} if file is None else {_QUANTIZATION: json.loads(Path(file).read_text(encoding="utf-8"))}

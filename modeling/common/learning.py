@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.fields import requested_states
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import AttachableDrafter, NoGenerationMixin
+from ...generation.contract import requested_states
 from ...generation.drafter import DrafterFacts
 from ..heads.context import add_tables
+from ..heads.family import distribution_after, window_distribution
 from ..heads.losses import DepthLossMixin, counts_of_update, depth_weights
-from ..heads.registry import distribution_after, window_distribution
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
 from .draft_vocabulary import DraftVocabulary, drafted_tokens
@@ -319,3 +319,13 @@ def counted_positions(states: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return torch.arange(states.shape[1], device=states.device)[None]  # [1, T]
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]  # [B, T]
+
+
+def numbered(ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the positions of tokens, and the numbers of their documents, -1 for padding, [B, L] int64 each."""
+    real = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    positions, documents = (real.long().cumsum(1) - 1).clamp(min=0), torch.zeros_like(ids)
+    if position_ids is not None:
+        positions = position_ids.expand(ids.shape)
+        documents = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).long().cumsum(1)
+    return positions, documents.masked_fill(~real, -1)

@@ -1,16 +1,12 @@
-"""Saving of whole directories, and strict loading: a wrong architecture, missing tensors and damaged files raise."""
+"""Saving of whole directories, and strict loading: a wrong architecture and missing tensors raise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, ClassVar
 
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -18,40 +14,14 @@ from ... import __version__
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import holds_shares
-from ...generation.tensors.tensor_files import (
-    HUB_OPTIONS,
-    check_contents,
-    check_stored,
-    unlisted_file,
-    warn_of_numbers,
-    wrapped_names,
-)
+from ...generation.tensors.tensor_files import check_stored, hub_options
 from ...generation.tensors.wrapped_models import fingerprint, untyped
 from .remote_code import RemoteCodeMixin, add_code, is_ours
 
 LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)
 """Whether a checkpoint is being read: what it lacks is an error, and needs no values that take minutes to draw."""
-LIBRARY = "tokenahead"
-"""The name that directories carry in config.json (`library_name`), for those who find them without the package."""
 _DIVIDED = "distributed_config"
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
-
-
-def check_is_there(name: str | PathLike) -> None:
-    """Refuse a path that does not exist, for which the Hub's error would be about a repository."""
-    path = str(name)
-    is_path = path.startswith((".", "~")) or Path(path).is_absolute() or path.count("/") > 1
-    if is_path and not Path(path).exists():
-        raise FileNotFoundError(f"{path}: no such directory")
-
-
-@contextmanager
-def _loading() -> Iterator[None]:
-    token = LOADS.set(True)
-    try:
-        yield
-    finally:
-        LOADS.reset(token)
 
 
 class StrictLoadingMixin(RemoteCodeMixin):
@@ -76,47 +46,27 @@ class StrictLoadingMixin(RemoteCodeMixin):
         if kwargs.get("weights_only") is False:
             raise ValueError("weights_only=False would run code that is in a file: leave it out")
         kwargs.pop("ignore_fields", None)  # in this library's layout no field is foreign
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        cls.check_model_type(pretrained_model_name_or_path, kwargs.get("config"), **hub)
-        if pretrained_model_name_or_path is not None:
-            check_stored(pretrained_model_name_or_path, kwargs.get("config"), kwargs.get("variant"), **hub)
+        name, config, hub = pretrained_model_name_or_path, kwargs.get("config"), hub_options(kwargs)
+        cls.check_model_type(name, config, **hub)
+        if name is not None:
+            check_stored(name, config, kwargs.get("variant"), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
-        name = str(pretrained_model_name_or_path or getattr(kwargs.get("config"), "_name_or_path", "") or cls.__name__)
+        token = LOADS.set(True)
         try:
-            with _loading():
-                model, info = super().from_pretrained(
-                    pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-                )
-        except Exception as error:
-            if pretrained_model_name_or_path is not None:
-                check_contents(pretrained_model_name_or_path, kwargs.get("variant"), **hub)
-            if isinstance(error, SafetensorError):
-                words = f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again"
-                raise ValueError(words) from error
-            if isinstance(error, UnpicklingError):
-                raise ValueError(f"{name}: a pickle holds more than tensors; save them as safetensors") from error
-            if isinstance(error, RuntimeError) and "mismatch" in str(error).lower():
-                raise ValueError(f"{name}: tensors do not have the shapes that config.json says: {error}") from error
-            raise
-        if missing := sorted(map(cls.file_name, info["missing_keys"])):
-            count = f"{len(missing)} tensor" + ("s" if len(missing) > 1 else "")
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            reason = _why_missing(name, missing, info["unexpected_keys"])
-            raise ValueError(f"{name}: the checkpoint lacks {count} of {cls.__name__}: {shown}{reason}")
-        warn_of_numbers(name, ((cls.file_name(key), each) for key, each in model.named_parameters()))
+            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        finally:
+            LOADS.reset(token)
+        if missing := sorted(info["missing_keys"]):
+            where = name or getattr(config, "_name_or_path", "")
+            raise ValueError(f"{where}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {missing[:5]}")
         vars(model.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
         return (model, info) if wants_info else model
-
-    @classmethod
-    def file_name(cls, name: str) -> str:
-        """Return the name in a checkpoint's files of a tensor of this class, for messages."""
-        return name
 
     @classmethod
     def check_model_type(
         cls, name: str | PathLike | None, config: str | PathLike | PreTrainedConfig | None = None, **hub: Any
     ) -> None:
-        """Check the architecture in a directory's config.json.
+        """Refuse a directory whose config.json names another architecture.
 
         Args:
             name: Directory or Hub repository; None loads nothing.
@@ -125,25 +75,12 @@ class StrictLoadingMixin(RemoteCodeMixin):
         """
         if name is None or isinstance(config, PreTrainedConfig):
             return
-        check_is_there(name)
         actual = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
         expected = cls.config_class.model_type
         if actual not in (None, expected):
-            cls.refuse_other_drafter(name, actual)
-            makes = f"; {cls.__name__}.from_backbone makes new parts for a plain model"
-            raise ValueError(
-                f"{name}: config.json has model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}"
-                + (makes if hasattr(cls, "from_backbone") else "")
-            )
-
-    @classmethod
-    def refuse_other_drafter(cls, name: str | PathLike, model_type: str | None) -> None:
-        """Refuse the directory of another drafter of this library, and name the class that reads it."""
-        if (kind := stored_kinds().get(model_type)) is not None and not issubclass(cls, kind):
-            raise ValueError(
-                f"{name} holds no {cls.__name__} but {with_article(kind.__name__)} (model_type={model_type!r} in "
-                f"config.json): load it with {kind.__name__}.from_pretrained"
-            )
+            kind = stored_kinds().get(actual)
+            other = "" if kind is None else f"; load it with {kind.__name__}.from_pretrained"
+            raise ValueError(f"{name}: model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}{other}")
 
     def save_pretrained(
         self,
@@ -166,8 +103,8 @@ class StrictLoadingMixin(RemoteCodeMixin):
             state_dict: The tensors of this model, where they had to be gathered.
             push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
             remote_code: What loads the directory where this library is not installed, with `trust_remote_code=True`:
-                `"bundle"`, its code, in a directory of its own; `"package"`, one line that imports the library; None,
-                nothing. `"auto"` is None, but a model that was itself loaded from such code saves it again.
+                `"bundle"`, its code, in a directory of its own; None, nothing. `"auto"` is None, but a model that was
+                itself loaded from such code saves it again.
             **kwargs: As for transformers' `save_pretrained`.
 
         Raises:
@@ -177,13 +114,11 @@ class StrictLoadingMixin(RemoteCodeMixin):
         """
         spread = kwargs.get("distributed_checkpoint", False)
         if state_dict is None and not spread and holds_shares(untyped(self)):
-            raise ValueError(
-                "state_dict=None: processes share this model's weights, which a trainer's save_model gathers"
-            )
+            raise ValueError("state_dict=None: processes share these weights, which a trainer's save_model gathers")
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
         config = self.config
-        config.library_name, config.library_version = LIBRARY, __version__
+        config.library_name, config.library_version = "tokenahead", __version__
         base = vars(config).get("base_model_name_or_path")
         if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
             config.base_model_name_or_path = str(Path(base).absolute())
@@ -217,16 +152,3 @@ def stored_kinds() -> dict[str | None, Any]:
     """Return the classes of drafters that are saved without a backbone, by the model_type of their directories."""
     apart = (kind for kind in DRAFTERS.values() if kind.is_apart and issubclass(kind, StrictLoadingMixin))
     return {kind.config_class.model_type: kind for kind in apart}
-
-
-def with_article(words: str) -> str:
-    """Return words after their indefinite article, for messages."""
-    return f"{'an' if words.startswith(('A', 'E', 'I', 'O', 'U', 'MTP')) else 'a'} {words}"
-
-
-def _why_missing(name: str, missing: list[str], unexpected: Iterable[str]) -> str:
-    """Return why a checkpoint lacks tensors, as the end of a sentence; empty where it is not known."""
-    if reason := wrapped_names(unexpected):
-        return f"; {reason}"
-    file = unlisted_file(name, set(missing).__contains__)
-    return "" if file is None else f"; {file} holds some of them, but no index lists it"

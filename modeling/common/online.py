@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ...configuration.fields import check_values
-from ...generation.call.outputs import Speculation
+from ...generation.call.sequences import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.shared_models import is_unit, readable
@@ -108,10 +108,7 @@ class OnlineLearner(Recorder):
         budget: float = 0.1,
     ) -> None:
         if not isinstance(drafter, OnlineMixin):
-            raise TypeError(
-                f"drafter: a {type(drafter).__name__} does not learn from a backbone's states; give attached MTPHeads, "
-                "an EagleHead, a BlockDrafter, an EvaByteForMTPC or a DeepSeekMTP"
-            )
+            raise TypeError(f"drafter: a {type(drafter).__name__} does not learn from a backbone's states")
         self.recorded = cast(BaseDrafter, drafter)
         if self.recorded.recorder is not None:
             raise ValueError(f"drafter: this {type(drafter).__name__} learns online already; freeze() that learner")
@@ -196,17 +193,12 @@ class OnlineLearner(Recorder):
 
     def _check_learns(self) -> None:
         if not self.parameters or not all(parameter.requires_grad for parameter in self.parameters):
-            raise ValueError(
-                f"drafter: parameters of this {type(self.drafter).__name__} are frozen (requires_grad=False); let them "
-                "learn, or freeze() the learner"
-            )
+            raise ValueError(f"drafter: parameters of this {type(self.drafter).__name__} are frozen (requires_grad)")
         policy, is_apart = self.drafter.policy, self.part is self.drafter
         is_managed = is_fsdp_managed_module(policy) and not (is_apart and is_unit(policy))
         if is_managed or is_deepspeed_zero3_enabled():
-            raise ValueError(
-                f"drafter: a {type(self.drafter).__name__} cannot learn while a {type(policy).__name__} is sharded so; "
-                "where FSDP2 shards it (fsdp_version=2), a drafter with its own module can"
-            )
+            name = type(policy).__name__
+            raise ValueError(f"drafter: it cannot learn while {name} is sharded so; with fsdp_version=2 one apart can")
 
     def _step(self) -> float | None:
         """Take one step of the optimizer; None: no process has a sequence."""

@@ -16,8 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...generation.call.outputs import Speculation
-from ...generation.call.sequences import NewTokens, Sequences
+from ...generation.call.sequences import NewTokens, Sequences, Speculation
 from ...generation.contract import (
     CacheView,
     DraftSession,
@@ -122,10 +121,7 @@ class OnlineBuffer:
         """Return the ring of states, made before the first ones, outside of inference mode."""
         size, expected = like.shape[2:], None if self.states is None else self.states.shape[1:]
         if expected not in (None, size):
-            raise ValueError(
-                f"the backbone's states have the shape {tuple(size)} (layers, width), and those of the buffer "
-                f"{tuple(expected)}: use a new buffer for another backbone"
-            )
+            raise ValueError(f"states have the shape {tuple(size)} (layers, width), the buffer's {tuple(expected)}")
         if self.states is None:
             with torch.inference_mode(False):
                 self.states = like.new_zeros(self.capacity + 1, *size)
@@ -175,11 +171,7 @@ class OnlineBuffer:
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Load the tokens of another buffer.
-
-        Raises:
-            ValueError: A buffer of another capacity.
-        """
+        """Load the tokens of another buffer, of the same capacity."""
         if not tensors:
             return
         capacity, written = tensors["sizes"].tolist()

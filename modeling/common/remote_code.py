@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import transformers
 from transformers.utils import CONFIG_NAME, logging
 
 from ... import __version__
+from ...configuration.transformers_names import TESTED_VERSIONS
 from ...generation.tensors.saving import reads_whole, whole_directory
 
 logger = logging.get_logger(__name__)
@@ -26,11 +26,9 @@ CODE_DIRECTORY = "tokenahead_code"
 """The directory of code in a saved one."""
 TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this file came with a model."""
-TRANSFORMERS = ("5.21", "5.22", "5.23", "5.24")
-"""The versions of transformers for which the code is written: it uses private methods of `generate`."""
-REQUIREMENT = "transformers>=5.21,<5.25"
-"""The same for pip."""
-_CHOICES = ("auto", "bundle", None) if TRAVELS else ("auto", "bundle", "package", None)
+REQUIREMENT = f"transformers>={TESTED_VERSIONS[0]},<5.{int(TESTED_VERSIONS[-1].removeprefix('5.')) + 1}"
+"""For pip: the versions for which the code is written, which uses private methods of `generate`."""
+_CHOICES = ("auto", "bundle", None)
 _HANDED: dict[str, Callable[[], Any]] = {}
 _README = f"""Code of tokenahead {__version__} (Apache-2.0) that loads the directory above; `auto_map` there names it:
 
@@ -92,15 +90,15 @@ def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict
     Both are empty for no code. `"auto"` is that where this library is installed; code that was loaded saves itself.
     """
     check_choice(remote_code)
-    choice = ("bundle" if TRAVELS else None) if remote_code == "auto" else remote_code
     reason = saved.without_code()
-    if remote_code != "auto" and choice and reason:
+    if remote_code == "bundle" and reason:
         raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
-    if choice is None or reason or not saved.remote_classes:
+    is_written = remote_code == "bundle" or (remote_code == "auto" and TRAVELS)
+    if not is_written or reason or not saved.remote_classes:
         return {}, {}
     config = type(getattr(saved, "config", None))
     names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(saved.remote_classes)
-    entry, files = _files(type(saved), tuple(sorted({*names.values()})), choice)
+    entry, files = _files(type(saved))
     auto_map: dict[str, Any] = {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}
     if saved._config_file != CONFIG_NAME:  # tokenizers have pairs, of a slow and a fast class
         auto_map = {name: (each, None) for name, each in auto_map.items()}
@@ -110,18 +108,13 @@ def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict
 
 
 @cache
-def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
-    """Return entry module and files of the code for a class, by the names that the entry gives."""
-    if TRAVELS:
-        beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
-        return kind.__module__.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
-    root, _, module = kind.__module__.partition(".")
-    entry, files = handed("bundle").bundle(module)
-    if choice == "bundle":
-        return entry, files
-    is_public = all(hasattr(import_module(root), name) for name in names)
-    shim = f"from {root if is_public else kind.__module__} import {', '.join(names)}  # noqa: F401\n"
-    return entry, {f"{entry}.py": shim}
+def _files(kind: type) -> tuple[str, dict[str, str]]:
+    """Return entry module and files of the code for a class."""
+    module = kind.__module__
+    if not TRAVELS:
+        return handed("bundle").bundle(module.partition(".")[2])
+    beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
+    return module.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
 
 
 class RemoteCodeMixin:
@@ -200,7 +193,7 @@ class RemoteCodeTokenizerMixin(RemoteCodeMixin):
         return tuple(str(target / Path(name).relative_to(directory)) for name in names)
 
 
-if TRAVELS and not transformers.__version__.startswith(tuple(f"{version}." for version in TRANSFORMERS)):
+if TRAVELS and not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):
     logger.warning(
         f"the code of this model (tokenahead {__version__}) needs {REQUIREMENT}, and {transformers.__version__} is "
         "installed: if it fails, install that, or tokenahead, which is then used in its place"

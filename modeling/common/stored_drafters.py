@@ -10,13 +10,13 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, tensor_names
+from ...generation.tensors.tensor_files import Fields, hub_options, tensor_names
 from ..block.layouts import layout_of
 from ..block.model import BlockDrafter
 from ..eagle.conversion import is_foreign_head
 from ..eagle.model import EagleHead
 from ..heads.attached import MTPHeads
-from ..heads.conversion import holds_backbone, published_layout
+from ..heads.official import holds_backbone, published_layout
 from .loading import stored_kinds
 
 _FILES = ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"]
@@ -79,7 +79,7 @@ def read_drafter(
 
 
 def _read(name: str | PathLike[str], dtype: Any, backbone: PreTrainedModel | None, **options: Any) -> Any:
-    hub = {key: options[key] for key in HUB_OPTIONS if key in options}
+    hub = hub_options(options)
     kind = drafter_class(name, **hub)
     if kind is None:
         raise ValueError(f"{name}: no drafter (heads, an EAGLE head, a block drafter, a student) in a known layout")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -279,6 +280,19 @@ def block_terms(
     if label_weight:
         terms = terms - label_weight * torch.where(drafted, log_q, 0.0)
     return terms, accepted.detach()
+
+
+def block_slopes(log_q: Tensor, *given: Any) -> Tensor:
+    """Return the terms of `block_terms`, their slopes in `log_q` [B, L, m], and m_k, [B, L, m, 3], without gradients.
+
+    A term depends on all depths before its own, whose logits exist one chunk at a time. So log q of the targets is
+    computed first, without gradients, and the loss is then linear in it.
+    """
+    with torch.enable_grad():
+        log_q = log_q.detach().requires_grad_()
+        terms, accepted = block_terms(log_q, *given)
+        (slopes,) = torch.autograd.grad(terms.sum(), log_q)
+    return torch.stack([terms.detach(), slopes, accepted], -1)
 
 
 @dataclass

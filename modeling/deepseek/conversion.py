@@ -47,9 +47,7 @@ from ...generation.tensors.tensor_files import (
     read_tensors,
     renamed,
     tensor_dtypes,
-    unlisted_file,
     weight_files,
-    wrapped_names,
 )
 from ...generation.tensors.wrapped_models import Kwargs, untyped, whole_state
 from ..common.backbone_parts import final_norm, layer_kind
@@ -67,25 +65,19 @@ _BLOCK = (128, 128)
 def check_checkpoint(
     name: str | PathLike, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
 ) -> tuple[PreTrainedConfig, bool]:
-    """Check the names and dtypes of a checkpoint's tensors.
-
-    Return the configuration to load with, and whether modules repeat the main model's embeddings and head.
-    """
+    """Return the configuration to load with, and whether modules repeat the main model's embeddings and head."""
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
     dtypes = tensor_dtypes(name, variant, **hub)
-    _check_scales(name, dtypes, config)
-    if reason := wrapped_names(dtypes):
-        raise ValueError(f"{name}: {reason}")
+    # float8 codes without scales would load as weights that are hundreds of times too large
+    codes = [key for key, each in dtypes.items() if each.startswith(("F8_E4M3", "F8_E5M2")) and key.endswith(".weight")]
+    if codes and field(config, "quantization_config") is None:
+        raise ValueError(f"{name}: {codes[0]} is stored as float8, but config.json has no quantization_config")
+    stems = [key.removesuffix("weight") for key in codes]
+    if bare := [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]:
+        raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
     if inference_only:
         return config, False
     stored = _count_stored(dtypes, family, layers)
-    if not stored or stored != (stored if wanted is None else wanted):
-        prefixes = [each for k in range((wanted or 0) + 1) for each in family.prefixes(layers, k)]
-        if file := unlisted_file(name, lambda key: key.startswith(tuple(prefixes)) and key not in dtypes):
-            raise ValueError(
-                f"{name}: {file} holds tensors of modules ({prefixes[0]}*), but no index lists it: add them to the "
-                "weight_map of model.safetensors.index.json"
-            )
     if not stored:
         example = family.prefixes(layers, 0)[0]
         raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
@@ -107,18 +99,6 @@ def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
     while (prefixes := tuple(family.prefixes(layers, count))) and any(name.startswith(prefixes) for name in names):
         count += 1
     return count
-
-
-def _check_scales(name: str | PathLike, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
-    """Refuse float8 codes without scales: they would load as weights that are hundreds of times too large."""
-    codes = [key for key, dtype in dtypes.items() if dtype.startswith(("F8_E4M3", "F8_E5M2"))]
-    codes = [key for key in codes if key.endswith(".weight")]
-    if codes and field(config, "quantization_config") is None:
-        raise ValueError(f"{name}: {codes[0]} is stored as float8, but config.json has no quantization_config")
-    stems = [key.removesuffix("weight") for key in codes]
-    bare = [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]
-    if bare:
-        raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
 
 
 def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:
@@ -156,10 +136,7 @@ def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch
 def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -> Tensor:
     """Return codes [M, N] times the scale of their block, in float32.
 
-    Args:
-        codes: float8.
-        scales: [ceil(M / block[0]), ceil(N / block[1])], or one number; uint8 ones are exponents biased by 127.
-        block: Rows and columns that share a scale; the last blocks may be smaller.
+    Scales are [ceil(M / block[0]), ceil(N / block[1])], or one number; uint8 ones are exponents biased by 127.
     """
     factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
     if factors.numel() == 1:
@@ -184,11 +161,7 @@ PER_LAYER = (
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The main model of MiMo-7B: Qwen2's network under the name that its checkpoints, vLLM and SGLang use.
-
-    Args:
-        config: The model's configuration.
-    """
+    """The main model of MiMo-7B: Qwen2's network under the name that its checkpoints, vLLM and SGLang use."""
 
     config: MiMoConfig
     config_class = MiMoConfig
@@ -217,10 +190,7 @@ class StackBody(nn.Module):
 
 
 class LatentBody(nn.Module):
-    """One latent attention and one dense MLP with their norms; LongCat's own layers hold two of each.
-
-    The parts are new objects of the classes of `layer`.
-    """
+    """New objects of one latent attention and one dense MLP with their norms; LongCat's own layers hold two of each."""
 
     def __init__(self, layer: Any, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -296,10 +266,7 @@ def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
 def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> type[PreTrainedModel]:
     """Return a subclass of the main model's class whose last `count` layers also have the parts of a module.
 
-    Args:
-        config: The main model's configuration, not extended.
-        count: Number of modules; 0 for the main model alone.
-        ignored: Patterns of further tensors that a checkpoint may hold.
+    `config` is not extended; `ignored` are patterns of further tensors that a checkpoint may hold.
     """
     original: Any = main_class(config)
     family = family_of(config)
@@ -323,10 +290,6 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
                     del layer.shared_head
             if count:
                 self.init_weights()  # initialises the added parts only
-
-        @classmethod
-        def file_name(cls, name: str) -> str:
-            return family.file_name(name, num_layers(config), count)
 
     # transformers looks up conversions by class and module name
     Extended.__name__, Extended.__module__ = original.__name__, original.__module__
@@ -396,11 +359,7 @@ def fresh_norm(norm: nn.Module) -> nn.Module:
 
 
 def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModules]:
-    """Take the last `count` layers out of an extended model, which becomes a plain one of transformers' class.
-
-    Returns:
-        The main model, and the modules.
-    """
+    """Take the last `count` layers out of an extended model, which becomes a plain one, as modules."""
     config, layers, plain_class = model.config.get_text_config(), decoder_layers(model), main_class(model.config)
     family, size = family_of(model.config), len(layers) - count
     if family.shares_norm and family.norm_before_head:
@@ -449,7 +408,7 @@ def load(
 ) -> tuple[PreTrainedModel, MTPModules, Kwargs]:
     """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
-    `name` is a directory or Hub repository, or None with `state_dict` among the options of `from_pretrained`.
+    `name` is a directory or repository, or None with `state_dict` among the options of `from_pretrained`.
     """
     family, layers, stored = family_of(config), num_layers(config), count_modules(config)
     count = 0 if inference_only else stored
@@ -550,10 +509,9 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
     def _write_directory(
         self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
-        """Write one ordinary checkpoint that transformers, vLLM and SGLang read.
+        """Write one ordinary checkpoint that transformers, vLLM and SGLang read, with the main model's type.
 
-        It has the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
-        experts one by one, with copies of embeddings and head where the model was loaded with them.
+        Module k is `model.layers.{L + k}.*`, experts one by one, with copies of embeddings and head as it was loaded.
         """
         if vars(self.main).get("hf_quantizer") is not None:
             raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
@@ -594,10 +552,7 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
                 setattr(config, name, value)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Load this model's own names, or those of a saved checkpoint, which a resuming Trainer reads file by file.
-
-        Experts may be spread over several files. With `strict=False` they are collected until all are there.
-        """
+        """Load own names, or those of a saved checkpoint; with `strict=False` tensors wait until all are there."""
         if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
         config = self.main.config
@@ -647,10 +602,7 @@ def own_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
 def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
     """Revert `own_device_map`; entries that have the checkpoint's names already are unchanged.
 
-    Args:
-        devices: Devices by prefixes of names, as accelerate infers them from a `DeepSeekMTP`, or as in
-            `hf_device_map`. `"main"` and `"mtp"` are for all parts without an entry.
-        config: The main model's configuration.
+    `"main"` and `"mtp"` are for all parts without an entry.
     """
     count = count_modules(config)
     each = {part: device for part, device in devices.items() if part != "mtp"}

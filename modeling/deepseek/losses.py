@@ -8,33 +8,28 @@ further depth, only its own column i.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.loss_options import ModuleLossOptions
 from ...generation.tensors.masks import additive_mask
-from ...generation.tensors.shared_models import parameters_frozen
-from ...generation.tensors.wrapped_models import input_embeddings
-from ..common.backbone_parts import BackboneParts, output_embeddings, part_logits, text_positions
+from ..common.backbone_parts import BackboneParts, part_logits, text_positions
 from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.online import OnlineMixin
-from ..common.outputs import DraftDistributions, MTPOutput, stacked_steps
-from ..common.recording import STATES
-from ..common.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, teacher_terms
-from ..heads.losses import IGNORE, DepthLossMixin, check_targets, depth_targets
+from ..common.outputs import MTPOutput
+from ..common.teacher import ACCEPTANCES, ahead, block_slopes, sequence_log_probs, teacher_terms
+from ..heads.losses import IGNORE, check_targets
 from ..heads.window_distribution import exact
-from .main_model import OverMainModel, has_towers, mapped_state, run_main
 from .modules import LMHeadView, MTPModules
 
 
@@ -148,8 +143,7 @@ def _block_slopes(
 ) -> list[Tensor]:
     """Return for every depth the block loss's terms, their slopes in log q of the targets, and m_k, [B, R_k, 3].
 
-    A term depends on all depths before its own, whose logits exist one chunk at a time. So log q of the targets is
-    computed first, without gradients, and the loss is then linear in it. `drafted` makes the logits of modules.
+    `drafted` makes the logits of modules; see `block_slopes`.
     """
 
     def likelihood(own: LMHeadView, state: Tensor, target: Tensor) -> Tensor:
@@ -170,14 +164,8 @@ def _block_slopes(
     first = targets[0]
     log_p = sequence_log_probs(BackboneParts(heads[0].main), states[0], first)
     starts = (first != IGNORE) & nn.functional.pad(first != IGNORE, (-1, 1))
-    with torch.enable_grad():
-        log_q.requires_grad_()
-        following = ahead(log_p[..., None], len(states))
-        terms, accepted = block_terms(
-            log_q, following, is_drafted, starts, options.position_weighting, options.label_weight
-        )
-        (slopes,) = torch.autograd.grad(terms.sum(), log_q)
-    known = torch.stack([terms.detach(), slopes, accepted], -1)
+    following = ahead(log_p[..., None], len(states))
+    known = block_slopes(log_q, following, is_drafted, starts, options.position_weighting, options.label_weight)
     return [known[:, : state.shape[1], max(depth - 1, 0)] for depth, state in enumerate(states)]
 
 
@@ -189,17 +177,10 @@ def teacher_forced(
     attention_mask: Tensor | None,
     depths: int,
 ) -> list[Tensor]:
-    """Return h^1 to h^depths; depth k has L - k positions (none where the sequence is too short).
+    """Return h^1 to h^depths from h^0 [B, L, H] and embeddings of the same tokens; depth k has L - k positions.
 
-    A sequence that is too short is padded on the right, so that every module has its gradient, if of zeros.
-
-    Args:
-        modules: The chain.
-        hidden_states: h^0, [B, L, H].
-        inputs_embeds: Embeddings of the same L tokens.
-        position_ids: [B or 1, L], or as `rotary_positions` reads them.
-        attention_mask: [B, L], 0 for padding.
-        depths: Number of depths; those beyond D reuse the last module.
+    A sequence that is too short is padded on the right, so that every module has its gradient, if of zeros. Positions
+    [B or 1, L] are as `rotary_positions` reads them; depths beyond D reuse the last module.
     """
     length, missing = hidden_states.shape[1], max(depths + 1 - hidden_states.shape[1], 0)
     if missing:
@@ -286,10 +267,9 @@ def _diagonals(causal: Tensor, rows: int, sizes: range) -> Tensor:
 
 
 def router_loss(main: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor | None:
-    """Return the load-balancing loss of the main model's experts, as its own forward adds it.
+    """Return the load-balancing loss of the main model's experts, not yet times `router_aux_loss_coef`.
 
-    It is not yet multiplied by `router_aux_loss_coef`; None where the family has no such loss or no router was recorded
-    (`output_router_logits`). transformers does not record the modules' routers, so they take no part.
+    None where the family has none, or no router was recorded; transformers does not record those of modules.
     """
     module = vars(sys.modules[type(main).__module__])
     balance: Callable[..., Tensor] | None = module.get("load_balancing_loss_func")
@@ -297,103 +277,3 @@ def router_loss(main: PreTrainedModel, outputs: Any, attention_mask: Tensor | No
     if balance is None or logits is None or "router_aux_loss_coef" not in values:
         return None
     return balance(logits, values["num_experts"], values["num_experts_per_tok"], attention_mask)
-
-
-class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
-    """The chain of states of known tokens, and the loss over it.
-
-    Attributes:
-        loss_options: How the modules' losses are weighted.
-        draft_vocabulary: The tokens that modules may draft.
-        window: Tokens that a call yields at the trained depth.
-        num_modules: D.
-    """
-
-    config: PreTrainedConfig
-    loss_options: ModuleLossOptions
-    draft_vocabulary: DraftVocabulary | None
-    window: int
-    num_modules: int
-    attends, learning_layers = True, [-1]
-
-    @property
-    def drafting_part(self) -> nn.Module:
-        """See `OnlineMixin`; the modules."""
-        if not self.num_modules or has_towers(self.main.config):
-            kind = self.main.config.model_type
-            raise ValueError(
-                f"drafter: a {type(self).__name__} of model_type={kind!r} with num_modules={self.num_modules} does not "
-                "learn online: it needs modules, and a main model of text alone"
-            )
-        return self.mtp
-
-    def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `OnlineMixin`; no gradient reaches the main model."""
-        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
-        state = batch[STATES][:, :, 0]  # [B, L, H]
-        with torch.no_grad():
-            embeds = input_embeddings(self.main)(ids)  # [B, L, H]
-            hidden = state
-            if self.reads_early:
-                hidden = mapped_state(self.main.get_decoder(), self.main.config, state)
-        if self.mtp.embed_tokens is not None:
-            embeds = self.mtp.embed_tokens(ids)
-        targets = depth_targets(batch["labels"], self.window, mask, positions)
-        chain = [hidden, *self.chain(state, embeds, mask, positions, self.window - 1)[1:]]
-        with parameters_frozen(output_embeddings(self.main)):
-            return cast(Tensor, self.chain_loss(chain, targets).loss)
-
-    def chain(
-        self,
-        hidden: Tensor,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        depths: int,
-    ) -> list[Tensor]:
-        """Return h^0 to h^depths; all but the first are computed from states that `loss_options` may detach."""
-        options = self.loss_options
-        if position_ids is None:
-            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
-        start = hidden.detach() if options.detach_trunk else hidden
-        is_held = options.detach_embedding and self.mtp.embed_tokens is None
-        embeds = inputs_embeds.detach() if is_held else inputs_embeds
-        return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
-
-    def chain_loss(self, chain: list[Tensor], targets: Tensor, counts: Tensor | None = None) -> MTPOutput:
-        """Return the loss over h^0 to h^D, `chain`, from the targets of all depths [B, L, D + 1]."""
-        size = self.main.config.get_text_config().vocab_size
-        heads = [self.readout_of(depth) for depth in range(len(chain[: self.window]))]
-        states = [reads.normed(state) for reads, state in zip(heads, chain)]
-        windows = [targets[:, : state.shape[1], k] for k, state in enumerate(states)]
-        detached = self.loss_options.detach_head and not heads[-1].has_own_head
-        learns = not detached and any(parameter.requires_grad for parameter in heads[-1].head.parameters())
-        part = None if learns else self.draft_vocabulary
-        return chain_loss(heads, states, windows, size, self.loss_options, counts, part)
-
-    def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
-        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
-        options = {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
-        main = run_main(self.main, ids, None, batch.get("position_ids"), options)
-        hidden, embeds = main.outputs.last_hidden_state, self.module_inputs(main, ids)
-        chain = self.chain(main.state, embeds, mask, main.position_ids, length)[1:]
-        states = stacked_steps(chain, hidden.shape[1])  # [B, L, depths, H]
-
-        def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
-            drafted = enumerate(states[rows, columns].unbind(1), start=1)
-            return torch.stack([self.readout_of(depth)(state) for depth, state in drafted], 1).float().log_softmax(-1)
-
-        return DraftDistributions(draft, self.readout, hidden)
-
-    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return the loss of data from sums per depth.
-
-        Args:
-            sums: [D + 1], summed cross-entropies in nats.
-            counts: [D + 1], targets.
-
-        Returns:
-            Scalar, equal to the loss of `forward` for all data in one batch.
-        """
-        return (sums * depth_weights(counts.to(sums), self.loss_options)).sum()

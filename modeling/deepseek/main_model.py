@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,92 +13,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, family_of
-from ...generation.tensors.wrapped_models import Kwargs, input_embeddings, untyped
+from ...generation.tensors.wrapped_models import Kwargs, input_embeddings
 from ..common.backbone_parts import final_norm
-from .modules import LMHeadView, MTPModules
-
-
-class OverMainModel(nn.Module):
-    """The methods that `generate` calls, of the main model."""
-
-    main: PreTrainedModel
-    mtp: MTPModules
-
-    @property
-    def readout(self) -> LMHeadView:
-        """The map from normed states of the main model to its logits."""
-        return LMHeadView(self.main)
-
-    def readout_of(self, depth: int) -> LMHeadView:
-        """Return the map from h^depth to logits: the main model's (0), or that of a module; see `MTPModules.step`."""
-        return LMHeadView(self.main, self.mtp.at(depth) if depth else None)
-
-    @property
-    def reads_early(self) -> bool:
-        """Whether the first module reads the input of `last_map`, and not its output."""
-        return family_of(self.main.config).early
-
-    def module_embeddings(self) -> nn.Module:
-        """Return the embeddings that modules read: their own, or the main model's."""
-        return self.mtp.embed_tokens or input_embeddings(self.main)
-
-    def module_inputs(self, output: MainOutput, input_ids: Tensor | None) -> Tensor:
-        """Return the embeddings of tokens that modules read, [B, L, H]."""
-        if self.mtp.embed_tokens is None:
-            return output.inputs_embeds
-        if input_ids is None:
-            kind = self.main.config.model_type
-            raise ValueError(f"inputs_embeds: modules of model_type={kind!r} have their own: pass input_ids")
-        return self.mtp.embed_tokens(input_ids)
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the main model's embeddings and its head, which all parts share."""
-        family, kind = family_of(self.main.config), self.main.config.model_type
-        if (family.own_heads or family.own_embeddings) and self.mtp.count:
-            own = "heads" if family.own_heads else "embeddings"
-            raise ValueError(f"modules of model_type={kind!r} have their own {own}, which cannot be resized")
-        return untyped(super()).resize_token_embeddings(*args, **kwargs)
-
-    def get_decoder(self, *args: object, **kwargs: object) -> nn.Module:
-        """Return the main model without its head, and without towers of other modalities."""
-        return self.main.get_decoder()
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
-    ) -> Kwargs:
-        """Return the main model's inputs; teacher-forced logits are off."""
-        prepare = untyped(self.main).prepare_inputs_for_generation
-        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-        return inputs | {"output_mtp_logits": False}
-
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the main model's positions, which may be three with images; None where it ignores them."""
-        if family_of(self.main.config).counts_columns:
-            return None
-        return untyped(self.main)._prepare_position_ids_for_generation(*args, **kwargs)
-
-    def _validate_model_kwargs(self, model_kwargs: dict[str, object]) -> None:
-        """Refuse keyword arguments that neither the main model (with its pixels) nor this one takes."""
-        own = inspect.signature(self.forward).parameters
-        others = {name: value for name, value in model_kwargs.items() if name not in own}
-        untyped(self.main)._validate_model_kwargs(others)
 
 
 @dataclass
 class MainOutput:
-    """Output of a main model without its head.
+    """Output of a main model without its head."""
 
-    Attributes:
-        outputs: Those of its class.
-        inputs_embeds: [B, L, H] that its first layer read, features of images among them.
-        position_ids: As its first layer read them.
-        state: [B, L, H], h^0, which the first module reads: after `last_map`, or before it (`early`).
-    """
-
-    outputs: Any
-    inputs_embeds: Tensor
-    position_ids: Tensor | None
-    state: Tensor
+    outputs: Any  # those of its class
+    inputs_embeds: Tensor  # [B, L, H] that its first layer read, features of images among them
+    position_ids: Tensor | None  # as its first layer read them
+    state: Tensor  # [B, L, H], h^0, which the first module reads: after `last_map`, or before it (`early`)
 
 
 def run_main(
@@ -109,15 +34,7 @@ def run_main(
     position_ids: Tensor | None,
     inputs: Kwargs,
 ) -> MainOutput:
-    """Call a main model without its head.
-
-    Args:
-        main: The main model.
-        input_ids: [B, L] int64.
-        inputs_embeds: [B, L, H] instead.
-        position_ids: As the main model reads them.
-        inputs: Other keyword arguments, pixels for example.
-    """
+    """Call a main model without its head, on ids [B, L] or embeddings [B, L, H]; `inputs` are pixels, for example."""
     decoder, body, config = main.get_decoder(), cast(nn.Module, main.base_model), main.config
     if not has_towers(config):
         body = decoder

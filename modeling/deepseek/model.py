@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
-from ...configuration.fields import field, requested_states
+from ...configuration.fields import field
 from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions
+from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS, check_stored
-from ...generation.tensors.wrapped_models import Kwargs, PicklableMixin, WrapperMixin, checkpointing_paused, untyped
-from ..common.backbone_parts import text_positions
+from ...generation.tensors.shared_models import parameters_frozen
+from ...generation.tensors.tensor_files import check_stored, hub_options
+from ...generation.tensors.wrapped_models import (
+    Kwargs,
+    PicklableMixin,
+    WrapperMixin,
+    checkpointing_paused,
+    input_embeddings,
+    untyped,
+)
+from ..common.backbone_parts import output_embeddings, text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
-from ..common.outputs import DeepSeekMTPOutput, OwnLossMixin
-from ..heads.losses import counts_of_update, depth_targets
+from ..common.online import OnlineMixin
+from ..common.outputs import DeepSeekMTPOutput, DraftDistributions, MTPOutput, OwnLossMixin, stacked_steps
+from ..common.recording import STATES
+from ..heads.losses import DepthLossMixin, counts_of_update, depth_targets
 from .conversion import (
     OfficialCheckpointModel,
     build,
@@ -36,9 +49,9 @@ from .conversion import (
     official_device_map,
     own_device_map,
 )
-from .losses import ModuleLearningMixin, router_loss
-from .main_model import prompt_parts, run_main, with_state
-from .modules import MTPModules
+from .losses import chain_loss, depth_weights, router_loss, teacher_forced
+from .main_model import MainOutput, has_towers, mapped_state, prompt_parts, run_main, with_state
+from .modules import LMHeadView, MTPModules
 from .session import ModuleSession
 
 _NO_PREDICTIONS = [
@@ -48,7 +61,8 @@ _NO_PREDICTIONS = [
 
 class DeepSeekMTP(
     OwnLossMixin,
-    ModuleLearningMixin,
+    DepthLossMixin,
+    OnlineMixin,
     WrapperMixin,
     OfficialCheckpointModel,
     PicklableMixin,
@@ -61,11 +75,9 @@ class DeepSeekMTP(
 
     Args:
         config: Configuration of the main model with `num_nextn_predict_layers` = D.
-        parts: Main model and modules; None: new ones.
+        parts: Main model and modules, the attributes `main` and `mtp`; None: new ones.
 
     Attributes:
-        main: The main model.
-        mtp: The modules (`MTPModules`).
         loss_options: How the modules' losses are weighted (`ModuleLossOptions`).
         shared_copies: Whether checkpoints repeat embeddings and head in every module, as official ones do.
         draft_vocabulary: The tokens that modules may draft (`DraftVocabulary`); None: all. See `set_draft_vocabulary`.
@@ -86,6 +98,7 @@ class DeepSeekMTP(
     _supports_attention_backend = True
     drafts_trees, not_served, takes_shares = True, None, True
     silent_part = "mtp"
+    attends, learning_layers = True, [-1]
 
     def __init__(self, config: PreTrainedConfig, parts: tuple[PreTrainedModel, MTPModules] | None = None) -> None:
         main, modules = parts or build(config)
@@ -150,7 +163,7 @@ class DeepSeekMTP(
                 missing tensors, shapes or scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        hub = hub_options(kwargs)
         if name is not None:
             check_stored(name, config, kwargs.get("variant"), **hub)
         if name is not None and not inference_only:
@@ -282,6 +295,139 @@ class DeepSeekMTP(
             raise ValueError(f"part={part!r} is unknown; choose 'all' or 'drafter'")
         self.main.requires_grad_(part == "all")
         self.mtp.requires_grad_(True)
+
+    @property
+    def readout(self) -> LMHeadView:
+        """The map from normed states of the main model to its logits."""
+        return LMHeadView(self.main)
+
+    def readout_of(self, depth: int) -> LMHeadView:
+        """Return the map from h^depth to logits: the main model's (0), or that of a module; see `MTPModules.step`."""
+        return LMHeadView(self.main, self.mtp.at(depth) if depth else None)
+
+    @property
+    def reads_early(self) -> bool:
+        """Whether the first module reads the input of `last_map`, and not its output."""
+        return family_of(self.main.config).early
+
+    def module_embeddings(self) -> nn.Module:
+        """Return the embeddings that modules read: their own, or the main model's."""
+        return self.mtp.embed_tokens or input_embeddings(self.main)
+
+    def module_inputs(self, output: MainOutput, input_ids: Tensor | None) -> Tensor:
+        """Return the embeddings of tokens that modules read, [B, L, H]."""
+        if self.mtp.embed_tokens is None:
+            return output.inputs_embeds
+        if input_ids is None:
+            kind = self.main.config.model_type
+            raise ValueError(f"inputs_embeds: modules of model_type={kind!r} have their own: pass input_ids")
+        return self.mtp.embed_tokens(input_ids)
+
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Embedding:
+        """Resize the main model's embeddings and its head, which all parts share."""
+        family, kind = family_of(self.main.config), self.main.config.model_type
+        if (family.own_heads or family.own_embeddings) and self.mtp.count:
+            own = "heads" if family.own_heads else "embeddings"
+            raise ValueError(f"modules of model_type={kind!r} have their own {own}, which cannot be resized")
+        return untyped(super()).resize_token_embeddings(*args, **kwargs)
+
+    def get_decoder(self, *args: object, **kwargs: object) -> nn.Module:
+        """Return the main model without its head, and without towers of other modalities."""
+        return self.main.get_decoder()
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: object, inputs_embeds: Tensor | None = None, **kwargs: object
+    ) -> Kwargs:
+        """Return the main model's inputs; teacher-forced logits are off."""
+        prepare = untyped(self.main).prepare_inputs_for_generation
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        return inputs | {"output_mtp_logits": False}
+
+    def _prepare_position_ids_for_generation(self, *args: object, **kwargs: object) -> Tensor | None:
+        """Return the main model's positions, which may be three with images; None where it ignores them."""
+        if family_of(self.main.config).counts_columns:
+            return None
+        return untyped(self.main)._prepare_position_ids_for_generation(*args, **kwargs)
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, object]) -> None:
+        """Refuse keyword arguments that neither the main model (with its pixels) nor this one takes."""
+        own = inspect.signature(self.forward).parameters
+        others = {name: value for name, value in model_kwargs.items() if name not in own}
+        untyped(self.main)._validate_model_kwargs(others)
+
+    @property
+    def drafting_part(self) -> nn.Module:
+        """See `OnlineMixin`; the modules."""
+        if not self.num_modules or has_towers(self.main.config):
+            kind = self.main.config.model_type
+            raise ValueError(
+                f"drafter: a {type(self).__name__} of model_type={kind!r} with num_modules={self.num_modules} does not "
+                "learn online: it needs modules, and a main model of text alone"
+            )
+        return self.mtp
+
+    def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """See `OnlineMixin`; no gradient reaches the main model."""
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
+        state = batch[STATES][:, :, 0]  # [B, L, H]
+        with torch.no_grad():
+            embeds = input_embeddings(self.main)(ids)  # [B, L, H]
+            hidden = state
+            if self.reads_early:
+                hidden = mapped_state(self.main.get_decoder(), self.main.config, state)
+        if self.mtp.embed_tokens is not None:
+            embeds = self.mtp.embed_tokens(ids)
+        targets = depth_targets(batch["labels"], self.window, mask, positions)
+        chain = [hidden, *self.chain(state, embeds, mask, positions, self.window - 1)[1:]]
+        with parameters_frozen(output_embeddings(self.main)):
+            return cast(Tensor, self.chain_loss(chain, targets).loss)
+
+    def chain(
+        self,
+        hidden: Tensor,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        depths: int,
+    ) -> list[Tensor]:
+        """Return h^0 to h^depths; all but the first are computed from states that `loss_options` may detach."""
+        options = self.loss_options
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
+        start = hidden.detach() if options.detach_trunk else hidden
+        is_held = options.detach_embedding and self.mtp.embed_tokens is None
+        embeds = inputs_embeds.detach() if is_held else inputs_embeds
+        return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
+
+    def chain_loss(self, chain: list[Tensor], targets: Tensor, counts: Tensor | None = None) -> MTPOutput:
+        """Return the loss over h^0 to h^D, `chain`, from the targets of all depths [B, L, D + 1]."""
+        size = self.main.config.get_text_config().vocab_size
+        heads = [self.readout_of(depth) for depth in range(len(chain[: self.window]))]
+        states = [reads.normed(state) for reads, state in zip(heads, chain)]
+        windows = [targets[:, : state.shape[1], k] for k, state in enumerate(states)]
+        detached = self.loss_options.detach_head and not heads[-1].has_own_head
+        learns = not detached and any(parameter.requires_grad for parameter in heads[-1].head.parameters())
+        part = None if learns else self.draft_vocabulary
+        return chain_loss(heads, states, windows, size, self.loss_options, counts, part)
+
+    def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
+        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        options = {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
+        main = run_main(self.main, ids, None, batch.get("position_ids"), options)
+        hidden, embeds = main.outputs.last_hidden_state, self.module_inputs(main, ids)
+        chain = self.chain(main.state, embeds, mask, main.position_ids, length)[1:]
+        states = stacked_steps(chain, hidden.shape[1])  # [B, L, depths, H]
+
+        def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
+            drafted = enumerate(states[rows, columns].unbind(1), start=1)
+            return torch.stack([self.readout_of(depth)(state) for depth, state in drafted], 1).float().log_softmax(-1)
+
+        return DraftDistributions(draft, self.readout, hidden)
+
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """Return the loss of data from summed cross-entropies and targets per depth, [D + 1] each."""
+        return (sums * depth_weights(counts.to(sums), self.loss_options)).sum()
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         """Make each module one checkpoint; its decoder layer must not be another one, computed a third time."""

@@ -52,8 +52,7 @@ class MTPModule(GradientCheckpointingLayer):
 
     Attributes:
         early: The state is handed on without `norm`, which is the head's alone.
-        streams: How many streams the block takes on a separate axis, [B, R, N, H]; 0: it has no such axis. Each
-            of several is normed by `hnorm` alone.
+        streams: Streams that the block takes on a separate axis, [B, R, N, H], normed one by one; 0: no such axis.
         embed_tokens: Embeddings of the module's own, or None.
     """
 
@@ -76,22 +75,18 @@ class MTPModule(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, inputs_embeds: Tensor, earlier: tuple[Tensor, ...] | None = None, **options: object
     ) -> Tensor | tuple[Tensor, ...]:
-        """Run one depth.
+        """Return h^k [B, R, H] of h^{k-1} and embeddings [B, R, H]; `options` are arguments of the layer.
 
-        Args:
-            hidden_states: h^{k-1}, [B, R, H].
-            inputs_embeds: [B, R, H].
-            earlier: Keys and values of earlier columns (and keys of an indexer, where there is one), or (). They are
-                tensors and not a cache, so that gradients reach them through a checkpoint, which runs this twice.
-            **options: Keyword arguments of the decoder layer.
-
-        Returns:
-            h^k [B, R, H]; with `earlier`, also the keys and values of all columns.
+        With keys and values of `earlier` columns (and keys of an indexer), or (), also those of all columns. They are
+        tensors and no cache, so that gradients reach them through a checkpoint, which runs this twice.
         """
         device = next(self.eh_proj.parameters()).device  # a device map may put modules on another one
         if device.type != "meta":  # accelerate's hooks move the inputs of offloaded weights
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
-        self._check_dtype(hidden_states)
+        dtype = next(self.eh_proj.parameters()).dtype
+        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
+        if is_plain and dtype != hidden_states.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+            raise ValueError(f"modules of {dtype} read {hidden_states.dtype}: use mtp.to(...), or bf16=True")
         if earlier is None and not hidden_states.shape[1]:
             return hidden_states  # not every family's norm takes nothing
         split = hidden_states.unflatten(-1, (self.streams, -1)) if self.streams > 1 else hidden_states  # [B, R, N, H]
@@ -112,12 +107,6 @@ class MTPModule(GradientCheckpointingLayer):
     def _handed_on(self, states: Tensor) -> Tensor:
         return states if self.early else self.norm(states)
 
-    def _check_dtype(self, states: Tensor) -> None:
-        dtype = next(self.eh_proj.parameters()).dtype
-        is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
-        if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
-            raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
-
     def run(self, states: Tensor, **options: object) -> Tensor:
         """Run the block alone, [B, R, H] to [B, R, H]; streams lie side by side, [B, R, N H]."""
         output = self.block(states.unflatten(-1, (self.streams, -1)) if self.streams else states, **options)
@@ -126,18 +115,10 @@ class MTPModule(GradientCheckpointingLayer):
 
 
 class MTPModules(nn.Module):
-    """The chain of modules, with the main model's configuration and a copy of its rotary embedding.
+    """The chain of D modules, with the main model's configuration and a copy of its rotary embedding.
 
-    Not an `nn.ModuleList`, which peft refuses to save, but its parts are named as in one.
-
-    Args:
-        modules: The modules in order.
-        config: Configuration of the main model.
-        rotary: Its rotary embedding, if any.
-        kinds: Attention type of each module as in `layer_types`; None: that of the main model's last layer.
-
-    Attributes:
-        count: D.
+    Not an `nn.ModuleList`, which peft refuses to save, but its parts are named as in one. `kinds` are the modules'
+    attention types, as in `layer_types`; None: that of the main model's last layer.
     """
 
     def __init__(
@@ -209,19 +190,16 @@ class MTPModules(nn.Module):
         past_key_values: Cache | None = None,
         prepared: Kwargs | None = None,
     ) -> Tensor:
-        """Run one depth of the chain.
+        """Return h^k, [B, R, H], as depth k hands it on; beyond D the last module is reused.
 
         Args:
-            k: Depth from 1 on; beyond D the last module is reused.
+            k: Depth from 1 on.
             hidden_states: h^{k-1}, [B, R, H], as its depth hands it on.
             inputs_embeds: Embeddings of the tokens k positions ahead, [B, R, H].
             position_ids: [B or 1, R], or as `rotary_positions` reads them; a constant shift changes nothing.
             attention_mask: [B, past + R], 0 for padding, or what is seen [B, 1, R, W] bool.
             past_key_values: The modules' own cache; module k has slot k - 1.
             prepared: Result of `options` for the same positions, mask, columns and attention type.
-
-        Returns:
-            h^k, [B, R, H], as the module hands it on.
         """
         index = min(k, self.count) - 1
         options = prepared or self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
@@ -253,12 +231,7 @@ class MTPModules(nn.Module):
 
 
 class LMHeadView:
-    """The head that reads states of the main model or of a module, and its family's changes to logits.
-
-    Args:
-        main: The main model; its head is looked up at every call.
-        module: The module whose states are read; None: the main model's own are.
-    """
+    """The head that reads states of the main model or of a `module`, and its family's changes to logits."""
 
     def __init__(self, main: PreTrainedModel, module: MTPModule | None = None) -> None:
         self.main, self.module = main, module
@@ -303,21 +276,14 @@ def new_cache(kind: str, count: int) -> Cache:
 
 
 class OneStream(nn.Module):
-    """A substitute for a hyper-connection in a layer with one stream, to which the layer's output is added.
-
-    Args:
-        mixes: The layer also multiplies its streams with a matrix.
-    """
+    """A substitute for a hyper-connection in a layer with one stream; `mixes`: with a matrix of streams, 1."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()
         self.mixes = mixes
 
     def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
-        """Return weights [B, R, 1] of the output, all 1, and the stream [B, R, H] of streams [B, R, 1, H].
-
-        Between them is the matrix [B, R, 1, 1], 1, where streams are mixed.
-        """
+        """Return weights 1 [B, R, 1] of the output, a matrix [B, R, 1, 1] where it mixes, and the stream [B, R, H]."""
         ones = streams.new_ones(streams.shape[:-1])  # [B, R, 1]
         return (ones, ones[..., None], streams.squeeze(-2)) if self.mixes else (ones, streams.squeeze(-2))
 

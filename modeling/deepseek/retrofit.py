@@ -7,7 +7,6 @@ layer, scaled embeddings, residuals and logits, layers that need more than their
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ...generation.tensors.shared_models import whole_copy
-from ...generation.tensors.tensor_files import HUB_OPTIONS, check_index
+from ...generation.tensors.tensor_files import check_index, hub_options
 from ...generation.tensors.wrapped_models import Kwargs, sharing_copy, uncompiled, unwrap
 from ..common.backbone_parts import final_norm, layer_kind
 from .conversion import (
@@ -51,7 +50,7 @@ def retrofit(
     if eh_init not in _SHARES:
         raise ValueError(f"eh_init={eh_init!r} is unknown; choose 'embedding', 'hidden' or 'both'")
     if loads:
-        check_index(model_or_path, **{key: options[key] for key in HUB_OPTIONS if key in options})
+        check_index(model_or_path, **hub_options(options))
         main = AutoModelForCausalLM.from_pretrained(model_or_path, **options)
     else:
         unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel
@@ -145,7 +144,12 @@ def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module)
     embeds, was_training = main.get_input_embeddings()(ids), main.training
     seen: dict[str, Tensor] = {}
     main.eval()
-    hook = layer.register_forward_hook(_remember(seen), with_kwargs=True)
+
+    def remember(_: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs, output: Tensor | tuple[Tensor, ...]) -> None:
+        seen["input"] = args[0] if args else kwargs["hidden_states"]
+        seen["output"] = output[0] if isinstance(output, tuple) else output
+
+    hook = layer.register_forward_hook(remember, with_kwargs=True)
     try:
         for padding in (0, _PADDING):
             mask = torch.ones_like(ids)
@@ -160,14 +164,6 @@ def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module)
     finally:
         hook.remove()
         main.train(was_training)
-
-
-def _remember(seen: dict[str, Tensor]) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
-        seen["input"] = args[0] if args else kwargs["hidden_states"]
-        seen["output"] = output[0] if isinstance(output, tuple) else output
-
-    return hook
 
 
 def _compare(main: PreTrainedModel, what: str, got: Tensor, want: Tensor, mask: Tensor) -> None:

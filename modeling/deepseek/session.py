@@ -23,12 +23,14 @@ module before. A level of nodes that meets a module for the first time brings al
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
+from ...generation.backbone.cache import drafter_layout, of_accepted
 from ...generation.backbone.convolved import module_layers, own_columns
-from ...generation.backbone.drafting import drafter_layout, of_accepted
 from ...generation.backbone.indexed import real_tokens
 from ...generation.backbone.target import note_positions
 from ...generation.call.constraints import DraftMasks
@@ -47,7 +49,6 @@ from ...generation.tensors.masks import cached_arange, cached_range
 from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, grow, most_nodes
 from ..common.backbone_parts import part_logits
-from .losses import ModuleLearningMixin
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""
@@ -56,20 +57,12 @@ _TREE_KINDS = ("full_attention", "sliding_attention")
 
 
 class ModuleSession(DraftSession):
-    """Drafts by chaining modules on the backbone's last hidden state.
-
-    Args:
-        model: A `DeepSeekMTP`.
-        options: Of the call.
-
-    Raises:
-        ValueError: A tree is requested, and modules attend in a way that takes none.
-    """
+    """Drafts by chaining modules on the backbone's last hidden state; not every attention takes a tree."""
 
     hidden_layers = -1
     supports_confidence_threshold = True
 
-    def __init__(self, model: ModuleLearningMixin, options: DraftOptions) -> None:
+    def __init__(self, model: Any, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
@@ -196,11 +189,7 @@ class ModuleSession(DraftSession):
         }
 
     def _prepared(self, hidden: Tensor) -> Kwargs | None:
-        """Return the mask and the rotary embedding of all modules, whose columns have the same ones before and after
-        them.
-
-        None where there is one module, or where they attend differently.
-        """
+        """Return the mask and rotary embedding that all of several modules share; None: they attend differently."""
         modules = self.model.mtp
         if self.depth == 1 or len(set(modules.kinds)) > 1:
             return None
@@ -209,10 +198,9 @@ class ModuleSession(DraftSession):
         return modules.options(0, hidden, **inputs)
 
     def _nodes(self, k: int, states: Tensor, ids: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
-        """Run module k, from 1 to D, over nodes of a tree: [B, R, H].
+        """Run module k over nodes of a tree, [B, R, H], which see settled columns and the nodes `seen` [B, R, n].
 
-        `distances` [n] are the columns by which nodes follow the backbone's last one, the last R being these; `seen`
-        [B, R, n] are the nodes that they see besides settled columns.
+        `distances` [n] are the columns by which nodes follow the backbone's last one, the last R being these.
         """
         count = ids.shape[1]
         self.layout.block_offset = 1 - k + len(distances) - count
@@ -238,11 +226,8 @@ class ModuleSession(DraftSession):
 class PromptParts:
     """Embeddings and positions of a prompt with images, which do not follow from its ids alone.
 
-    Args:
-        embeds: [B, L, H] of its last L columns, right-aligned.
-        position_ids: [1, 3 or 4, B, L], the last three of rotary embeddings, or one alike; or [B, L] or None, where
-            images change no positions.
-        counts: [B] int64, its real tokens.
+    `embeds` [B, L, H] are those of its last columns, right-aligned; `position_ids` [1, 3 or 4, B, L], the last three of
+    rotary embeddings, or one alike; or [B, L] or None, where images change none; `counts` [B] its real tokens.
     """
 
     def __init__(self, embeds: Tensor, position_ids: Tensor | None, counts: Tensor) -> None:

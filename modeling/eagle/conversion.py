@@ -1,4 +1,4 @@
-"""Configurations of EAGLE heads: of new ones for a backbone, and of checkpoints from other libraries.
+"""Configurations of EAGLE heads: of new ones for a backbone, and of checkpoints of other libraries, read and written.
 
 A layout is data: the names of its architectures, and the fields of its config.json. Fields that a config lacks are read
 off the tensors; unknown and contradictory values are refused. Imports no network.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +19,16 @@ from transformers.utils import logging
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.foreign_fields import (
     COPIED_FROM_TARGET,
+    INFORMATION,
+    LAYERS,
     ROPE_LEVELS,
+    ROPE_OF_TARGET,
     FieldTable,
     agreed,
     names,
     refuse_unread,
     settled,
+    speculators_table,
 )
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
@@ -33,8 +37,9 @@ from ..common.drafter_configs import (
     check_columns,
     new_config,
     rope_of,
+    speculators_fields,
     verifier_fields,
-    warn_of_kind,
+    with_prefixes,
 )
 
 logger = logging.get_logger(__name__)
@@ -69,8 +74,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
 
 
 def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
-    """Warn about what lets fewer drafts be accepted: another kind of backbone, or states that nobody named."""
-    warn_of_kind(config, backbone, "EAGLE head")
+    """Warn of states that nobody named, which may let fewer drafts be accepted."""
     if config.num_aux and config.aux_layers is None and config.layout != "tokenahead":
         layers = default_aux_layers(backbone.config.get_text_config().num_hidden_layers)
         logger.warning_once(
@@ -96,19 +100,10 @@ MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id", "dflash_config.mas
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state")
 NESTED = ("transformer_layer_config", "model")
 """Objects that hold the fields of the layers: speculators', vLLM's."""
-LAYER_FIELDS = names(
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
-    "rms_norm_eps vocab_size max_position_embeddings rope_theta attention_bias mlp_bias layer_types sliding_window "
-    "use_sliding_window"
-)
+LAYER_FIELDS = LAYERS | {"mlp_bias"}
 _HEAD_FIELDS = names(
     "draft_vocab_size target_hidden_size parallel_drafting num_aux_hidden_states num_aux_layers target_layer_ids bias "
     f"loss_options {AUX_IDS} {' '.join(FLAGS)} mask_token_id pard_token ptd_token_id"
-)
-_INFORMATION = names(
-    "qkv_bias max_window_layers max_sequence_length has_lm_head has_embed_tokens truncated_vocab_size "
-    "num_target_layers num_depths down_sample_ratio down_sample_ratio_min parallel_draft_heads_num_layers "
-    "method num_lookahead_tokens num_speculative_tokens"
 )
 _TRAINED_BY_MODEL_OPTIMIZER = {
     "use_input_layernorm_in_first_layer": (True,),
@@ -124,57 +119,35 @@ _PLAIN = FieldTable(
     {"": LAYER_FIELDS | _HEAD_FIELDS, "eagle_config": names(f"{AUX_IDS} {' '.join(FLAGS)}"), **ROPE_LEVELS}
     | {"dflash_config": ("mask_token_id",), "model": LAYER_FIELDS}
     | {f"model.{level}": fields for level, fields in ROPE_LEVELS.items()},
-    {"": _INFORMATION, "model": _INFORMATION, "eagle_config": _INFORMATION},
+    {"": INFORMATION, "model": INFORMATION, "eagle_config": INFORMATION},
     _TRAINED_BY_MODEL_OPTIMIZER,
 )
 
 
 @dataclass(frozen=True)
 class EagleLayout:
-    """A layout of checkpoints of EAGLE heads.
+    """A layout of checkpoints of EAGLE heads."""
 
-    Attributes:
-        names: Of architectures; those that begin with `PEagle` have rows that run at once.
-        table: The fields of its config.json.
-        saved_as: `config.layout` of what is read.
-        states_theta: Its config always has a `rope_theta`; in others, 10,000 is meant where there is none.
-        scales_rope: Its code knows other rotary positions than the default ones.
-        counts_layers: `num_hidden_layers` is the head's, and not the target's, whose config was copied.
-    """
-
-    names: Collection[str]
+    names: Collection[str]  # of architectures
     table: FieldTable
-    saved_as: str
-    states_theta: bool = False
-    scales_rope: bool = True
-    counts_layers: bool = True
+    saved_as: str  # `config.layout` of what is read
+    states_theta: bool = False  # a `rope_theta` must be stated; else 10,000 is meant
+    scales_rope: bool = True  # its code knows other rotary positions than the default ones
+    counts_layers: bool = True  # `num_hidden_layers` is the head's, and not the target's
 
 
-def _named(layout: str, top: Collection[str] = (), rope: Collection[str] = ()) -> FieldTable:
-    """Return the table of a layout that knows more fields than the official one, at the top and of rope."""
-    more = {"": {*_INFORMATION, *top}} | dict.fromkeys(ROPE_LEVELS, rope)
-    return replace(_PLAIN, layout=layout, known={**_PLAIN.known, **more})
+def _named(layout: str, top: Collection[str] = ()) -> FieldTable:
+    """Return the table of a layout that knows more fields than the official one."""
+    return replace(_PLAIN, layout=layout, known={**_PLAIN.known, "": {*INFORMATION, *top}})
 
 
-_SPECULATORS = FieldTable(
+SPECULATORS = EagleLayout(
+    names("Eagle3DraftModel Eagle3Speculator"),
+    speculators_table(_HEAD_FIELDS, LAYER_FIELDS, _TRAINED_BY_MODEL_OPTIMIZER),
     "speculators",
-    {"": _HEAD_FIELDS, "transformer_layer_config": LAYER_FIELDS, "speculators_config": ("verifier",)}
-    | {f"transformer_layer_config.{level}": fields for level, fields in ROPE_LEVELS.items()},
-    {
-        "": names("speculators_model_type speculators_version ignore_keys"),
-        "transformer_layer_config": _INFORMATION,
-        "speculators_config": names("algorithm default_proposal_method proposal_methods"),
-    },
-    _PLAIN.only,
 )
-SPECULATORS = EagleLayout(names("Eagle3DraftModel Eagle3Speculator"), _SPECULATORS, "speculators")
-_OF_ROPE = names("partial_rotary_factor mrope_*")
-"""Of the target: DeepSpec's heads rotate whole heads by a plain rope, and NeMo's as their config says."""
-_OF_TARGETS = COPIED_FROM_TARGET - _OF_ROPE | names("resid_pdrop embd_pdrop")
-_DEEPSPEC = EagleLayout(
-    names("Qwen3Eagle3Model"), _named("deepspec", COPIED_FROM_TARGET, _OF_ROPE), "tokenahead", states_theta=True
-)
-_DEEPSPEC_SCALED = replace(_DEEPSPEC, table=_named("deepspec", COPIED_FROM_TARGET - _OF_ROPE))
+_OF_TARGETS = COPIED_FROM_TARGET - ROPE_OF_TARGET | names("resid_pdrop embd_pdrop")
+_DEEPSPEC = EagleLayout(names("Qwen3Eagle3Model"), _PLAIN.with_copies(False), "tokenahead", states_theta=True)
 _OFFICIAL = "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM MixtralForCausalLM"
 _OF_VLLM = (
     "EagleLlamaForCausalLM LlamaForCausalLMEagle Eagle3LlamaForCausalLM PeagleLlamaForCausalLM "
@@ -202,14 +175,12 @@ def layout_of(name: object, raw: Fields) -> EagleLayout:
         return SPECULATORS
     layout = next((each for each in found if each), LAYOUTS[0])
     is_scaled = layout is _DEEPSPEC and rope_of(name, raw, 1.0)["rope_type"] != "default"
-    return _DEEPSPEC_SCALED if is_scaled else layout
+    return replace(layout, table=_PLAIN.with_copies(True)) if is_scaled else layout
 
 
 _RENAMES = (
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^midlayer\."), "layers.0."),
-    (re.compile(r"^draft_id_to_target_id$"), "d2t"),
-    (re.compile(r"^target_id_to_draft_id$"), "t2d"),
+    *(("model.", ""), ("midlayer.", "layers.0.")),
+    *(("draft_id_to_target_id", "d2t"), ("target_id_to_draft_id", "t2d")),
 )
 _ADDITIONAL = re.compile(r"^additional_layers\.(\d+)\.(.*)")
 _HEAD = re.compile(r"\w*eagle3?\w*", re.IGNORECASE)
@@ -227,18 +198,14 @@ def own_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def own_name(name: str) -> str:
     """Return the name in `EagleHead` of a tensor of any layout."""
-    for pattern, replacement in _RENAMES:
-        name = pattern.sub(replacement, name)
+    name = with_prefixes(name, _RENAMES)
     if match := _ADDITIONAL.match(name):  # SGLang's name of a further layer's first norm
         return f"layers.{int(match[1]) + 1}." + match[2].replace("hidden_norm", "input_layernorm")
     return name
 
 
 def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
-    """Return whether a checkpoint of another library is an EAGLE head, by its config.json and its tensors' names.
-
-    One that its config names so is, even where tensors are missing.
-    """
+    """Return whether a checkpoint of another library is an EAGLE head, by its config.json and its tensors' names."""
     nested = raw.get("eagle_config")
     is_named = any(map(_HEAD.fullmatch, architectures(raw)))
     if is_named or AUX_IDS in raw or (isinstance(nested, dict) and AUX_IDS in nested):
@@ -254,8 +221,7 @@ def foreign_head(
 ) -> tuple[EagleHeadConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
-    `overrides` are fields of the configuration that replace the checkpoint's, where they are not None; `ignored` are
-    names of fields of the config.json that are passed over.
+    `overrides` replace fields of the checkpoint's, where they are not None; `ignored` fields are passed over.
     """
     counts_layers = not any(map(_ADDITIONAL.match, state))  # SGLang's further layers are not counted
     state = own_names(state)
@@ -273,7 +239,10 @@ def foreign_head(
     for key, value in (shown | _implied(stated, shapes, version)).items():
         if key != "num_hidden_layers" or (counts_layers and layout.counts_layers):
             settled(name, key, (layers | flags).get(key), value)
-    _refuse_windows(name, layers, shown["num_hidden_layers"])
+    kinds, window = layers.get("layer_types"), layers.get("sliding_window")
+    others = {*(kinds or ())[: shown["num_hidden_layers"]]} - {"full_attention"}
+    if others or (not kinds and window is not None and layers.get("use_sliding_window")):
+        raise ValueError(f"{name}: layer_types={kinds} with sliding_window={window}: heads attend to all rows here")
     values: Fields = shown | stated | {"rope_parameters": _rope(name, layers, layout)}
     values |= {key: flag for key, flag in flags.items() if flag is not None and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
@@ -336,17 +305,6 @@ def _implied(stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -
     return {"use_aux_hidden_state": fc is not None, "num_aux_hidden_states": count, "num_aux_layers": count}
 
 
-def _refuse_windows(name: object, layers: Fields, count: int) -> None:
-    """Refuse layers with a window: all rows are read."""
-    kinds, window = layers.get("layer_types"), layers.get("sliding_window")
-    others = [kind for kind in (kinds or ())[:count] if kind != "full_attention"]
-    if others or (not kinds and window is not None and layers.get("use_sliding_window")):
-        raise ValueError(
-            f"{name}: layer_types={kinds} with sliding_window={window}: layers of EAGLE heads attend to all rows here, "
-            "and these learned to see some"
-        )
-
-
 def _rope(name: object, layers: Fields, layout: EagleLayout) -> Fields:
     """Return the rope of the layers: official heads learned with 10,000, which their configs do not say."""
     rope = rope_of(name, layers, None if layout.states_theta else _OFFICIAL_THETA)
@@ -402,10 +360,9 @@ def _read_off(name: object, shapes: dict[str, tuple[int, ...]], version: int) ->
 
 
 def _aux_layers(name: object, raw: Fields) -> list[int] | None:
-    """Return indices into transformers' hidden states.
+    """Return indices into transformers' hidden states, which ids at the top level are (vLLM, speculators).
 
-    At the top level, which vLLM and speculators read, ids are such indices. In `eagle_config` they are SpecForge's and
-    SGLang's: a first id of 1 means indices of layers' outputs, one less. DeepSpec's are such outputs.
+    In `eagle_config` (SpecForge, SGLang) a first id of 1 means indices of layers' outputs, one less; DeepSpec's always.
     """
     outputs = lambda ids: [index + 1 for index in ids]  # noqa: E731
     meanings = {
@@ -413,3 +370,115 @@ def _aux_layers(name: object, raw: Fields) -> list[int] | None:
         "target_layer_ids": outputs,
     }
     return agreed(name, raw, AUX_IDS, *meanings, meanings=meanings)
+
+
+_LLAMA_FIELDS = (
+    *("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
+    *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "head_dim", "attention_bias"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+_ARCHITECTURES = {(1, "sglang"): "LlamaForCausalLMEagle"}
+_ARCHITECTURES |= {(3, layout): "LlamaForCausalLMEagle3" for layout in ("specforge", "vllm", "sglang")}
+_OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> Fields:
+    """Return the fields of config.json in a layout, for tensors of `dtype`."""
+    values = config.to_dict()
+    options = {name: values[name] for name in _OPTIONS_OF_3}
+    values = {name: values[name] for name in _LLAMA_FIELDS} | _rope_fields(config)
+    values |= {"tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch.")}
+    if loss := config.loss_options.changed():
+        values["loss_options"] = loss
+    if layout == "speculators":
+        return _speculators_config(config, values) | options
+    values |= {"architectures": [_ARCHITECTURES.get((config.version, layout), "LlamaForCausalLM")]}
+    values |= {"model_type": "llama"}
+    if config.version == 1:
+        return values | {"bias": config.fc_bias or layout == "sglang", "qkv_bias": config.attention_bias}
+    values |= {"draft_vocab_size": config.draft_vocab_size} | options
+    if config.target_hidden_size != config.hidden_size:
+        values["target_hidden_size"] = config.target_hidden_size
+    nested: Fields = {"use_aux_hidden_state": config.use_aux_hidden_state}
+    if config.aux_layers is not None:
+        values |= {AUX_IDS: config.aux_layers, "num_aux_hidden_states": config.num_aux}
+        if config.aux_layers[0] != 1:  # which would be ambiguous here
+            by_outputs = config.aux_layers[0] == 2  # SpecForge and SGLang take a first id of 1 for indices of outputs
+            nested[AUX_IDS] = [index - by_outputs for index in config.aux_layers]
+    if config.mask_token_id is not None:
+        values["ptd_token_id"] = config.mask_token_id
+    if config.norm_before_fc:
+        nested["norm_before_fc"] = True
+    return values | {"eagle_config": nested}
+
+
+def _rope_fields(config: EagleHeadConfig) -> Fields:
+    """Return flat fields, which every reader supports; old ones call `rope_type` `type`."""
+    rope = dict(cast(Fields, config.rope_parameters))
+    theta, kind = rope.pop("rope_theta"), rope["rope_type"]
+    return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": rope | {"type": kind}})
+
+
+def _speculators_config(config: EagleHeadConfig, layer: Fields) -> Fields:
+    layer = {key: value for key, value in layer.items() if key not in ("loss_options", "torch_dtype")}
+    layer |= {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
+    values = speculators_fields(config, "eagle3", "Eagle3DraftModel", layer, 5) | {"embed_requires_grad": False}
+    if config.aux_layers is not None:
+        values[AUX_IDS] = config.aux_layers
+    loss = config.loss_options.changed()
+    return values | ({"loss_options": loss} if loss else {})
+
+
+def layout_tensors(
+    config: EagleHeadConfig, layout: str, state: dict[str, Tensor], embeddings: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return a head's tensors under the layout's names; `embeddings` are the backbone's, which some layouts repeat."""
+    state = dict(state)
+    if layout == "speculators" and embeddings is not None:
+        state.setdefault("embed_tokens.weight", embeddings)
+    if config.version == 1:
+        if layout == "sglang":  # it builds fc with a bias, and would not initialise a missing one
+            state.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=state["fc.weight"].dtype))
+        return state
+    # vLLM refuses a map where all tokens are drafted; the others need it
+    size = config.draft_vocab_size or config.vocab_size
+    if layout not in ("official", "vllm") or size < config.vocab_size:
+        offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
+        ids = offsets + torch.arange(size)  # [Vd]
+        state |= {"d2t": offsets, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
+    if layout == "speculators":
+        return state
+    return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}
+
+
+def check_layout(config: EagleHeadConfig, layout: str) -> None:
+    """Refuse an unknown layout, or one whose reader does not support an option of the head."""
+    values, rope, layers = config.to_dict(), cast(Fields, config.rope_parameters), config.aux_layers or []
+    first, kind = config.version == 1, rope["rope_type"]
+    third = {name: bool(value) and not first for name, value in values.items()}
+    unordered = not first and layers != sorted(set(layers))
+    narrow = bool(config.head_dim) and config.hidden_size != (config.head_dim or 0) * config.num_attention_heads
+    sglang, all_others = "sglang specforge", "official specforge speculators sglang"
+    refusals = [
+        (all_others, config.mask_token_id is not None, "mask_token_id"),
+        (f"vllm {all_others}", first and config.draft_vocab_size != config.vocab_size, "draft_vocab_size of version 1"),
+        ("specforge speculators", first, "version=1, but version 3 alone"),
+        ("speculators official", not config.use_aux_hidden_state, "use_aux_hidden_state=False"),
+        (f"official vllm {sglang}", config.qk_norm, "qk_norm, which 'speculators' has"),
+        *(("official", third[name], name) for name in _OPTIONS_OF_3),
+        ("official", config.num_hidden_layers > 1, f"num_hidden_layers={config.num_hidden_layers}"),
+        ("official", narrow, f"head_dim={config.head_dim} of its own"),
+        ("official", kind not in ("default", "linear", "dynamic"), f"rope_type={kind!r}"),
+        ("official", kind != "default" and rope["rope_theta"] != 10_000, "scaled rope of a base other than 10000"),
+        ("vllm", first and config.fc_bias, "fc_bias of version 1"),
+        ("vllm", first and config.attention_bias, "attention_bias of version 1"),
+        ("vllm", unordered, f"aux_layers={layers} in this order"),
+        *((sglang, third[name], name) for name in ("attention_bias", "norm_before_residual", "norm_before_fc")),
+        (sglang, not first and config.num_hidden_layers > 1, "num_hidden_layers above 1"),
+        (sglang, not first and layers[:1] == [1], f"aux_layers={layers}, of which it adds 1 to ids that begin with 1"),
+    ]
+    if layout not in (readers := ("vllm", *all_others.split())):
+        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}")
+    for layouts, refused, option in refusals:
+        if refused and layout in layouts.split():
+            raise ValueError(f"layout={layout!r} cannot hold this head: its reader has no {option}")

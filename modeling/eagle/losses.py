@@ -9,22 +9,22 @@ P-EAGLE head, from step 1 on, the features and the token of rows that know nothi
 of every later step its own column, as a drafted row does. So each step is a call of `head.rows` on a cache, and rows of
 the later steps run block by block: they see only step 0 of other rows.
 
-Memory grows with neither the number of steps nor the vocabulary. `_SummedSteps` makes the gradients of a block as soon
+Memory grows with neither the number of steps nor the vocabulary. `Steps` makes the gradients of a block as soon
 as its terms are there: outputs and columns of step 0 are leaves of every block's graph, and their summed gradients go
-through step 0 once, in the end. Nothing is computed twice, logits exist for one chunk of rows at a time, and the
-teacher's once per block for all steps. The block loss reads all steps of a row together, so its blocks are recomputed
-in backward.
+through step 0 once, in the end. Logits exist for one chunk of rows at a time, and the teacher's once per block for all
+steps. The block loss reads all steps of a row together: later steps run once more for it, see `block_slopes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -33,8 +33,9 @@ from ...generation.tensors.masks import by_documents
 from ...generation.tensors.shared_models import gather
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LOGITS_PER_CHUNK, Made, add_product, made_in_forward, new_total
+from ..common.learning import numbered
 from ..common.outputs import EagleOutput
-from ..common.teacher import acceptance, block_terms, divergence, logit_summaries, sequence_log_probs
+from ..common.teacher import acceptance, block_slopes, divergence, logit_summaries, sequence_log_probs
 from ..heads.losses import IGNORE
 from .modules import EagleNetwork
 
@@ -46,27 +47,16 @@ DISTRIBUTION_WEIGHT = 0.1
 
 @dataclass
 class TrainingBatch:
-    """A batch of sequences and the backbone's last hidden states: which rows have a target in a step, what they see.
+    """A batch of sequences: which rows have a target in a step, what they see."""
 
-    Attributes:
-        input_ids: [B, L] int64.
-        labels: [B, L] int64, -100 where a token is not a target.
-        positions: [B, L] int64.
-        documents: [B, L] int64, the number of each token's document; -1 for padding.
-        states: [B, L, D], the backbone's last hidden states.
-        is_whole: Every sequence is one document without padding.
-        summaries: [B, L, 2], the `logit_summaries` of the states, where they are known already.
-        kept: [steps, rows] bool, rows of each step that count, which had counted in the step before; None: all.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    positions: Tensor
-    documents: Tensor
-    states: Tensor
-    is_whole: bool
-    summaries: Tensor | None = None
-    kept: Tensor | None = None
+    input_ids: Tensor  # [B, L] int64
+    labels: Tensor  # [B, L] int64, -100 where a token is not a target
+    positions: Tensor  # [B, L] int64
+    documents: Tensor  # [B, L] int64, the number of each token's document; -1 for padding
+    states: Tensor  # [B, L, D], the backbone's last hidden states
+    is_whole: bool  # every sequence is one document without padding
+    summaries: Tensor | None = None  # [B, L, 2], the `logit_summaries` of the states
+    kept: Tensor | None = None  # [steps, rows] bool, rows that count, which counted in the step before
 
     @classmethod
     def of(
@@ -79,15 +69,8 @@ class TrainingBatch:
         summaries: Tensor | None = None,
     ) -> TrainingBatch:
         """Return a batch from the arguments of a model's forward."""
-        real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-        is_whole, documents = mask is None and positions is None, torch.zeros_like(input_ids)
-        if positions is None:
-            positions = (real.long().cumsum(1) - 1).clamp(min=0)
-        else:
-            positions = positions.expand(input_ids.shape)
-            documents = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).long().cumsum(1)
-        documents = documents.masked_fill(~real, -1)
-        return cls(input_ids, labels, positions, documents, states, is_whole, summaries)
+        is_whole = mask is None and positions is None
+        return cls(input_ids, labels, *numbered(input_ids, mask, positions), states, is_whole, summaries)
 
     def with_a_row(self, features: Tensor) -> tuple[Tensor, TrainingBatch]:
         """Return features [B, L, d] and the batch, padded on the right where it is too short to have a row.
@@ -151,33 +134,24 @@ def eagle_loss(
     options: ResolvedEagleOptions,
     num_items: Tensor | None = None,
 ) -> EagleOutput:
-    """Return the loss of a head, and the losses of its steps.
+    """Return the loss of a head, and the losses of its steps, from the features [B, L, d] that `head.fuse` makes.
 
-    Args:
-        head: The head.
-        features: Result of `head.fuse` for the batch, [B, L, d].
-        batch: The batch.
-        options: How the loss is computed.
-        num_items: Rows with targets per step over all micro-batches, [steps]; None: those of the batch.
+    `num_items` are the rows with targets per step over all micro-batches, [steps]; None: those of the batch.
     """
     features, batch = batch.with_a_row(features)
     if options.noise and head.training:
         width = options.noise * 512 / batch.lengths[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     counts = counts_per_step(batch, options)
-    weights = _step_weights(counts if num_items is None else num_items, options, features)
+    weights = step_weights(counts if num_items is None else num_items, options, features)
     if head.training and head.config.mask_token_id is not None:
         batch, every = _thinned(batch, options), counts
         counts = counts_per_step(batch, options)
         weights = weights * every / counts.clamp(min=1)  # rows that are left stand for all
-    if options.divergence == "block":
-        sums = _BlockLoss(head, batch, options).sums(features)
-        loss = (sums[:, 0] * weights).sum()
-    else:
-        gather(head.modules())
-        parameters: list[Tensor] = [each for each in head.parameters() if each.requires_grad]
-        job = _SummedSteps(head, batch, options, weights, features, parameters)
-        loss, (sums,) = made_in_forward(job.made, [features, *parameters])
+    gather(head.modules())
+    parameters: list[Tensor] = [each for each in head.parameters() if each.requires_grad]
+    steps = Steps(head, batch, options, weights, features, parameters)
+    loss, (sums,) = made_in_forward(steps.made, [features, *parameters])
     means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
     return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
 
@@ -189,12 +163,7 @@ def _thinned(batch: TrainingBatch, options: ResolvedEagleOptions) -> TrainingBat
     return replace(batch, kept=chance < shares.clamp(min=options.least_kept)[:, None])
 
 
-def pooled_loss(sums: Tensor, counts: Tensor, options: ResolvedEagleOptions) -> Tensor:
-    """Return the loss of data from summed terms and rows with targets, [steps] each."""
-    return (sums * _step_weights(counts, options, sums)).sum()
-
-
-def _step_weights(counts: Tensor, options: ResolvedEagleOptions, like: Tensor) -> Tensor:
+def step_weights(counts: Tensor, options: ResolvedEagleOptions, like: Tensor) -> Tensor:
     """Return the factors of the summed terms of all steps in the loss, [steps], at least float32; counts [steps]."""
     dtype, is_block = torch.promote_types(like.dtype, torch.float32), options.divergence == "block"
     counts = counts.to(like.device, dtype)
@@ -211,62 +180,39 @@ def counts_per_step(batch: TrainingBatch, options: ResolvedEagleOptions) -> Tens
     return counts[:1].expand(len(counts)) if options.objective == "hass" else counts
 
 
-class TeacherRows(NamedTuple):
-    """What the backbone says of the tokens that N rows predict.
+class Teacher(NamedTuple):
+    """What the backbone says of the tokens that N rows predict; `row_terms` reads neither `mass` nor `entropy`."""
 
-    Attributes:
-        states: The backbone's last hidden states before the predicted tokens, [N, D].
-        log_p: [N, Vd], its log-probabilities of the drafted tokens, normalised over all tokens.
-        is_known: [N] bool, whether its likeliest token is drafted.
-    """
-
-    states: Tensor
-    log_p: Tensor
-    is_known: Tensor
-
-
-class TeacherProbs(NamedTuple):
-    """The same as `product_terms` reads it.
-
-    Attributes:
-        p: [N, Vd], the backbone's probabilities of the drafted tokens.
-        mass: [N], their sums.
-        entropy: [N] in nats, that of p renormalised.
-        is_known: [N], 1 where the likeliest token is drafted, else 0.
-    """
-
-    p: Tensor
-    mass: Tensor
-    entropy: Tensor
-    is_known: Tensor
+    states: Tensor  # [N, D], the backbone's last hidden states before the predicted tokens
+    p: Tensor  # [N, Vd], probabilities of drafted tokens among all; their logarithms for `row_terms`
+    is_known: Tensor  # [N] bool, whether the likeliest token is drafted
+    mass: Tensor  # [N], sums of p
+    entropy: Tensor  # [N] in nats, of p renormalised
 
 
 @torch.no_grad()
-def teacher_rows(head: EagleNetwork, states: Tensor, summaries: Tensor) -> TeacherRows:
+def teacher_rows(head: EagleNetwork, states: Tensor, summaries: Tensor, by_products: bool) -> Teacher:
     """Return what is said at states [N, D], with rows of `draft_summaries`, [N, 2] or [N, 0]."""
     logits = head.backbone_logits(states, only_drafted=bool(summaries.shape[-1]))  # [N, Vd] or [N, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if summaries.shape[-1]:
-        return TeacherRows(states, logits - summaries[:, :1].to(logits), summaries[:, 1] > 0)
-    log_p, ids = logits.log_softmax(-1), head.draft_ids
-    if head.offsets is None:
-        return TeacherRows(states, log_p, torch.ones_like(log_p[:, 0], dtype=torch.bool))
-    return TeacherRows(states, log_p[:, ids], torch.isin(logits.argmax(-1), ids))
-
-
-def teacher_probs(teacher: TeacherRows) -> TeacherProbs:
-    """Return the probabilities of a teacher's rows, whose `log_p` are overwritten."""
-    p = teacher.log_p.exp_()
+        log_p, is_known = logits - summaries[:, :1].to(logits), summaries[:, 1] > 0
+    elif head.offsets is None:
+        log_p, is_known = logits.log_softmax(-1), torch.ones_like(logits[:, 0], dtype=torch.bool)
+    else:
+        ids = head.draft_ids
+        log_p, is_known = logits.log_softmax(-1)[:, ids], torch.isin(logits.argmax(-1), ids)
+    if not by_products:
+        return Teacher(states, log_p, is_known, states[:, 0], states[:, 0])
+    p = log_p.exp_()
     mass = p.sum(-1).clamp(min=torch.finfo(p.dtype).tiny)
-    entropy = mass.log() - torch.xlogy(p, p).sum(-1) / mass
-    return TeacherProbs(p, mass, entropy, teacher.is_known.to(p))
+    return Teacher(states, p, is_known, mass, mass.log() - torch.xlogy(p, p).sum(-1) / mass)
 
 
 def draft_summaries(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
     """Return what a loss needs of the backbone's logits outside the draft vocabulary, computed once for all steps.
 
-    [B, L, 2]: logsumexp of all logits, and whether the likeliest token is drafted (1 or 0); [B, L, 0] where all tokens
-    are drafted. Only rows before targets are read.
+    [B, L, 2]: their logsumexp, and whether the likeliest token is drafted, before targets; [B, L, 0] where all are.
     """
     ids, states = head.draft_ids, batch.states
     if head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
@@ -288,7 +234,12 @@ def draft_columns(head: EagleNetwork, labels: Tensor) -> Tensor:
 
 
 def row_terms(
-    head: EagleNetwork, features: Tensor, columns: Tensor, teacher: TeacherRows, options: ResolvedEagleOptions
+    head: EagleNetwork,
+    features: Tensor,
+    columns: Tensor,
+    teacher: Teacher,
+    options: ResolvedEagleOptions,
+    known: Tensor | None = None,
 ) -> Tensor:
     """Return the terms of rows, [N, 3] float32: the loss, its reported part, and the detached acceptance.
 
@@ -297,70 +248,38 @@ def row_terms(
     a token that is never drafted is never accepted.
     `"eagle1"`: smooth L1 distance of features, and a small multiple of the distance of distributions, which alone is
     reported; a draft vocabulary counts as for EAGLE-3. `"hass"`: the same, with the likeliest tokens a second time.
-
-    Args:
-        head: The head.
-        features: Output of rows, [N, d].
-        columns: [N] `draft_columns` of the predicted tokens.
-        teacher: What they learn, N rows.
-        options: How the loss is computed.
+    Rows have outputs [N, d] and `draft_columns` [N]; `known` [N, 3] are `block_slopes` of the block loss.
     """
-    is_ttt = options.objective == "ttt"
+    is_ttt, log_p, share = options.objective == "ttt", teacher.p, options.label_weight
     is_part = is_ttt or head.offsets is not None
-    log_p, log_q = teacher.log_p, _log_q(head, features)
-    accepted, share = acceptance(log_p, log_q.detach()), options.label_weight
-    if is_part and options.divergence in ("cross_entropy", "kl", "reverse_kl"):
-        log_p = log_p.log_softmax(-1)
-    distance = divergence(options.divergence, log_p, log_q)
-    distance = torch.where(teacher.is_known, distance, 0.0) if is_part else distance
-    # a token outside the draft vocabulary has no likelihood
-    mixed = (1 - share) * distance - share * _of_columns(log_q, columns) if share else distance
+    logits = head.draft_logits(features)
+    log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    if known is not None:
+        distance, slope, accepted = known.to(log_q).unbind(-1)
+        likelihood, log_p = _of_columns(log_q, columns), log_p.log_softmax(-1)
+        mixed = distance + slope * (likelihood - likelihood.detach())
+    else:
+        accepted = acceptance(log_p, log_q.detach())
+        if is_part and options.divergence in ("cross_entropy", "kl", "reverse_kl"):
+            log_p = log_p.log_softmax(-1)
+        distance = divergence(options.divergence, log_p, log_q)
+        distance = torch.where(teacher.is_known, distance, 0.0) if is_part else distance
+        # a token outside the draft vocabulary has no likelihood
+        mixed = (1 - share) * distance - share * _of_columns(log_q, columns) if share else distance
     if is_ttt:
         return torch.stack([mixed, distance, accepted], dim=-1)
-    loss = _regression(features, teacher.states) + DISTRIBUTION_WEIGHT * mixed
-    if options.objective == "eagle1":
-        return torch.stack([loss, distance, accepted], dim=-1)
-    loss = loss - _likeliest_again(log_p, log_q, options)
-    return torch.stack([loss, loss, accepted], dim=-1)
-
-
-def row_likelihoods(
-    head: EagleNetwork, features: Tensor, states: Tensor, columns: Tensor, options: ResolvedEagleOptions
-) -> Tensor:
-    """Return log q of the labels of rows, 0 where they are not drafted, and what the loss has besides, [2, N] float32.
-
-    Arguments as for `row_terms`; `states` are the teacher's. That is the regression of version 1, and of HASS the
-    likeliest tokens.
-    """
-    log_q = _log_q(head, features)
-    likelihood = _of_columns(log_q, columns)
-    if options.objective == "ttt":
-        return torch.stack([likelihood, torch.zeros_like(likelihood)])
-    others = _regression(features, states)
+    wide = torch.promote_types(features.dtype, torch.float32)
+    regression = nn.functional.smooth_l1_loss(features.to(wide), teacher.states.to(wide), reduction="none").mean(-1)
+    loss = regression + DISTRIBUTION_WEIGHT * mixed
     if options.objective == "hass":
-        with torch.no_grad():
-            log_p = head.backbone_logits(states, only_drafted=head.offsets is not None).to(log_q).log_softmax(-1)
-        others = others - _likeliest_again(log_p, log_q, options)
-    return torch.stack([likelihood, others])
-
-
-def _log_q(head: EagleNetwork, features: Tensor) -> Tensor:
-    logits = head.draft_logits(features)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _likeliest_again(log_p: Tensor, log_q: Tensor, options: ResolvedEagleOptions) -> Tensor:
-    best, likeliest = log_p.exp().topk(min(options.topk, log_p.shape[-1]), dim=-1)
-    return options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
+        best, likeliest = log_p.exp().topk(min(options.topk, log_p.shape[-1]), dim=-1)
+        loss = loss - options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
+    reported = loss if options.objective == "hass" and known is None else distance
+    return torch.stack([loss, reported, accepted], dim=-1)
 
 
 def _of_columns(log_q: Tensor, columns: Tensor) -> Tensor:
     return torch.where(columns >= 0, log_q.gather(-1, columns.clamp(min=0)[:, None])[:, 0], 0.0)
-
-
-def _regression(features: Tensor, states: Tensor) -> Tensor:
-    wide = torch.promote_types(features.dtype, torch.float32)
-    return nn.functional.smooth_l1_loss(features.to(wide), states.to(wide), reduction="none").mean(-1)
 
 
 def has_products(head: EagleNetwork, options: ResolvedEagleOptions) -> bool:
@@ -376,24 +295,16 @@ def product_terms(
     head: EagleNetwork,
     normed: Tensor,
     columns: Tensor,
-    teacher: TeacherProbs,
+    teacher: Teacher,
     options: ResolvedEagleOptions,
     weights: Tensor,
     total: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the terms of rows as `row_terms` does, [N, 3], and the gradient [N, d] of their normed features.
+    """Return the terms of rows as `row_terms` does, [N, 3], and the gradient [N, d] of their normed features [N, d].
 
     Both are products of matrices, which need no autograd: with logits W z, z = norm(x), the loss w D(p, q) has the
-    gradient g = w (q - p) of the logits; that of z is g W, and that of W is g^T z, which is added in place.
-
-    Args:
-        head: The head.
-        normed: Output of rows as the unembedding reads it, [N, d].
-        columns: [N], the draft columns of the predicted tokens, -1 where they are not drafted.
-        teacher: What they learn, N rows.
-        options: How the loss is computed.
-        weights: [N], the factors of the rows' losses.
-        total: Where the gradient of the unembedding is added, [Vd, d]; None: it learns nothing.
+    gradient g = w (q - p) of the logits; that of z is g W, and that of W is g^T z, which is added to `total` [Vd, d] in
+    place. `weights` [N] are the factors w of the rows.
     """
     logits, weight = head.lm_head(normed), head.lm_head.weight
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -423,11 +334,26 @@ def product_terms(
 
 
 class Steps:
-    """A head that continues from its own outputs over a whole batch."""
+    """A head that continues from its own outputs over a whole batch: the sums of all steps, and their gradients.
 
-    def __init__(self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions) -> None:
+    `weights` [S] are the factors of the sums of the steps in the loss, `parameters` those of the head that learn.
+    """
+
+    known: Tensor | None = None
+    """[S, B, rows, 3] of the block loss."""
+
+    def __init__(
+        self,
+        head: EagleNetwork,
+        batch: TrainingBatch,
+        options: ResolvedEagleOptions,
+        weights: Tensor,
+        features: Tensor,
+        parameters: list[Tensor],
+    ) -> None:
         self.head, self.batch, self.options = head, batch, options
-        self.is_hass = options.objective == "hass"
+        self.features, self.parameters, self.learns = features, parameters, False
+        self.totals: dict[Tensor, Tensor] = {}
         self.counted = torch.stack([batch.counted(step) for step in range(options.steps)])  # [S, B, rows]
         self.counted_on_host = self.counted.cpu()  # an accelerator waits here, once for all steps and blocks
         documents = batch.documents
@@ -437,8 +363,19 @@ class Steps:
         of_documents = torch.where(self.first, places, 0).cummax(1).values  # [B, rows]
         self.lowest: list[int] = of_documents.amin(0).tolist()
         """The first column that any sequence's row sees, by row."""
-        self.summaries = draft_summaries(head, batch)
         self.columns = draft_columns(head, batch.labels)  # [B, L]
+        self.has_products = has_products(head, options)
+        self.repeats_first = options.objective == "hass"
+        self.weights = weights.to(features.device)
+        self.scale = self.weights.max()
+        shares = self.weights / self.scale.clamp(min=torch.finfo(weights.dtype).tiny)
+        again = shares.flip(0).cumsum(0).flip(0) - shares if self.repeats_first else torch.zeros_like(shares)
+        self.shares = torch.stack([shares, again], 1)  # [S, 2]: of every row, and besides of first rows
+
+    @cached_property
+    def summaries(self) -> Tensor:
+        """What `draft_summaries` returns."""
+        return draft_summaries(self.head, self.batch)
 
     @property
     def size(self) -> int:
@@ -458,8 +395,7 @@ class Steps:
     def later_steps(self, features: Tensor, start: int, columns: list[Tensor]) -> Iterator[Tensor]:
         """Yield the outputs [B, R, d] of steps 1, 2, ... of a block of rows, the first of which is `start`.
 
-        `features` are their outputs of step 0; `columns` its keys and values from `lowest` to the block's end, layer by
-        layer.
+        `features` are those of step 0; `columns` its keys and values from `lowest` to the block's end, layer by layer.
         """
         cache, size = DynamicCache(), features.shape[1]
         for layer in range(len(columns) // 2):
@@ -471,7 +407,7 @@ class Steps:
         diagonal = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
         for step in range(1, self.options.steps):
             mask = torch.cat([mask, diagonal], dim=-1)  # [B, 1, R, stop - lowest + step R]
-            features = features.detach() if self.is_hass else features
+            features = features.detach() if self.options.objective == "hass" else features
             features = self.step(features, start, step, mask, cache)
             yield features
 
@@ -499,101 +435,28 @@ class Steps:
         ids = batch.ahead(batch.input_ids, start, stop, 1 + step)
         return self.head.rows(features, ids, batch.positions[:, start:stop] + step, mask, cache)
 
-    def with_first_rows(self, sums: Tensor) -> Tensor:
-        """Return sums [S, n] of sums everywhere and over first rows, [S, 2, n]: HASS adds the latter again."""
-        everywhere, at_first = sums.unbind(1)
-        return everywhere + at_first.cumsum(0) - at_first if self.is_hass else everywhere
-
-
-class _BlockLoss(Steps):
-    """The block loss, which reads all steps of a row together; each block is recomputed in backward."""
-
-    def sums(self, features: Tensor) -> Tensor:
-        """Return sums over rows of [loss, m_k, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
+    @torch.no_grad()
+    def _slopes(self, roots: list[Tensor]) -> Tensor:
+        """Return the `block_slopes` of all steps, [S, B, rows, 3], from outputs of step 0, its keys and values."""
         batch, rows, steps = self.batch, self.batch.num_rows, range(self.options.steps)
-        log_q, others = self._likelihoods(features).unbind(1)  # [steps, B, rows] each
+        log_q = self.weights.new_zeros(self.counted.shape)  # [S, B, rows]
+        for start, stop in self._blocks():
+            first, *columns = self._part(roots, start, stop)
+            for step, features in enumerate(chain([first], self.later_steps(first, start, columns))):
+                for at, drafted, _ in self._chunks(features, start, step):
+                    q = self.head.draft_logits(features.flatten(0, 1)[at]).to(log_q.dtype).log_softmax(-1)
+                    log_q[step, at // (stop - start), start + at % (stop - start)] = _of_columns(q, drafted)
         following = batch.following
         log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following)
         log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
         targets = torch.stack([batch.ahead(self.columns, 0, rows, 2 + step) for step in steps], -1)
-        counted = self.counted.permute(1, 2, 0)
-        drafted = counted & (targets >= 0)
-        starts, share = self.counted[0] & (following[:, :rows] != IGNORE), self.options.label_weight
-        both = block_terms(log_q.permute(1, 2, 0), log_p, drafted, starts, self.options.position_weighting, share)
-        terms, accepted = (part.permute(2, 0, 1) for part in both)
-        weight = 1.0 if self.options.objective == "ttt" else DISTRIBUTION_WEIGHT
-        chosen = torch.stack([counted, counted & self.first[..., None]]).permute(3, 0, 1, 2).to(terms)
-        others = self.with_first_rows((chosen * others[:, None]).sum((-2, -1))[..., None])[:, 0]
-        learned = (chosen[:, 0] * terms).sum((-2, -1))
-        return torch.stack([others + weight * learned, learned, (chosen[:, 0] * accepted).sum((-2, -1))], -1)
-
-    def _likelihoods(self, features: Tensor) -> Tensor:
-        """Return log q of the targets of all steps and rows, and their other terms, [steps, 2, B, rows]."""
-        rows = self.batch.num_rows
-        outputs, columns = self.first_step(features[:, :rows])
-        first, later = self._likelihoods_of(outputs, 0, 0)[None], []
-        if self.options.steps == 1:
-            return first
-        for start in range(0, rows, BLOCK):
-            stop = min(start + BLOCK, rows)
-            seen = [states[:, :, self.lowest[start] : stop] for states in columns]
-            later.append(checkpoint(self._later, outputs[:, start:stop], start, *seen, use_reentrant=False))
-        return torch.cat([first, torch.cat(cast(list[Tensor], later), dim=-1)])
-
-    def _later(self, features: Tensor, start: int, *columns: Tensor) -> Tensor:
-        steps = enumerate(self.later_steps(features, start, list(columns)), 1)
-        return torch.stack([self._likelihoods_of(outputs, start, step) for step, outputs in steps])
-
-    def _likelihoods_of(self, features: Tensor, start: int, step: int) -> Tensor:
-        """Return log q of a block's targets, 0 for tokens that are not drafted, and its terms besides, [2, B, R]."""
-        stop = start + features.shape[1]
-        rows = self.counted_on_host[step, :, start:stop].flatten().nonzero()[:, 0]  # prompts need no logits
-        parts = self._chunks(features, start, step, rows)
-        chunks = [checkpoint(row_likelihoods, self.head, *part, self.options, use_reentrant=False) for part in parts]
-        found = torch.cat(cast(list[Tensor], chunks), -1)
-        whole = found.new_zeros(2, features.shape[:2].numel()).index_copy(1, rows.to(found.device), found)
-        return whole.view(2, *features.shape[:2])
-
-    def _chunks(self, features: Tensor, start: int, step: int, rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield features, states and draft columns of some of the rows, [N, ..] each."""
-        stop = start + features.shape[1]
-        states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
-        columns = self.batch.ahead(self.columns, start, stop, 2 + step)
-        inputs = (features, states.to(features.device), columns.to(features.device))
-        yield from zip(*(values.flatten(0, 1)[rows.to(values.device)].split(self.size) for values in inputs))
-
-
-class _SummedSteps(Steps):
-    """The sums of all steps and rows, and their gradients.
-
-    Args:
-        head: The head.
-        batch: The batch.
-        options: How the loss is computed.
-        weights: [S], the factors of the sums of the steps in the loss.
-        features: [B, L, d].
-        parameters: Those of the head that learn.
-    """
-
-    def __init__(
-        self,
-        head: EagleNetwork,
-        batch: TrainingBatch,
-        options: ResolvedEagleOptions,
-        weights: Tensor,
-        features: Tensor,
-        parameters: list[Tensor],
-    ) -> None:
-        super().__init__(head, batch, options)
-        self.features, self.parameters = features, parameters
-        self.weights = weights.to(features.device)
-        self.scale = self.weights.max()
-        shares = self.weights / self.scale.clamp(min=torch.finfo(weights.dtype).tiny)
-        again = shares.flip(0).cumsum(0).flip(0) - shares if self.is_hass else torch.zeros_like(shares)
-        self.shares = torch.stack([shares, again], 1)  # [S, 2]: of every row, and besides of first rows
-        self.has_products = has_products(head, options)
-        self.totals: dict[Tensor, Tensor] = {}
-        self.learns = False
+        starts, counted = self.counted[0] & (following[:, :rows] != IGNORE), self.counted.permute(1, 2, 0)
+        weighing = self.options.position_weighting, self.options.label_weight
+        found = block_slopes(log_q.permute(1, 2, 0), log_p, counted & (targets >= 0), starts, *weighing)
+        found = found.permute(2, 0, 1, 3)
+        share, again = self.shares[:, :, None, None].unbind(1)  # [S, 1, 1] each; HASS does not add these terms again
+        found[..., 1] *= share / (share + again * self.first).clamp(min=torch.finfo(share.dtype).tiny)
+        return found
 
     def made(self, needed: list[bool]) -> Made:
         """Return the loss, its sums, and the gradients of the features and of the parameters."""
@@ -603,13 +466,19 @@ class _SummedSteps(Steps):
             outputs, columns = self.first_step(features)
         roots = [outputs, *columns] if self.options.steps > 1 else [outputs]
         totals = [torch.zeros_like(root) if root.requires_grad else None for root in roots]
+        self.known = self._slopes(roots) if self.options.divergence == "block" else None
         sums = self.weights.new_zeros(self.options.steps, 2, 3)
         for start, stop in self._blocks():
             self._block(start, stop, roots, totals, sums)
         (into_features,) = self._backward(roots, totals, [features] if needed[0] else [None])
         if into_features is not None:  # the last two tokens have no row
             into_features = nn.functional.pad(into_features, (0, 0, 0, self.features.shape[1] - batch.num_rows))
-        sums = self.with_first_rows(sums)
+        sums, at_first = sums.unbind(1)  # [S, 3] each; HASS adds the latter again in later steps
+        if self.repeats_first:
+            again = at_first.cumsum(0) - at_first
+            if self.known is not None:
+                again = (again[:, :1] - DISTRIBUTION_WEIGHT * again[:, 1:2]) * again.new_tensor([1, 0, 0])
+            sums = sums + again
         # zeros where nothing is scored: processes that share parameters must all have a gradient
         learned = [self._total(each).to(each.dtype) if self.learns else None for each in self.parameters]
         return Made((self.weights * sums[:, 0]).sum(), [sums], [into_features, *learned], self.scale)
@@ -624,11 +493,14 @@ class _SummedSteps(Steps):
             if is_counted[start:stop].any():
                 yield start, stop
 
+    def _part(self, roots: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+        """Return outputs of a block's rows, and the keys and values that it sees, of those of all rows."""
+        seen = slice(self.lowest[start], stop)
+        return [root[:, start:stop] if root.dim() == 3 else root[:, :, seen] for root in roots]
+
     def _block(self, start: int, stop: int, roots: list[Tensor], totals: list[Tensor | None], sums: Tensor) -> None:
         """Add the terms of all steps of a block of rows to `sums` [S, 2, 3], and their gradients to the totals."""
-        seen = slice(self.lowest[start], stop)
-        parts = [roots[0][:, start:stop], *(columns[:, :, seen] for columns in roots[1:])]
-        leaves = [part.detach().requires_grad_(part.requires_grad) for part in parts]
+        leaves = [part.detach().requires_grad_(part.requires_grad) for part in self._part(roots, start, stop)]
         teacher = self._teacher(start, stop)
         found, into_outputs = self._terms(leaves[0], start, 0, teacher)
         sums[0] += found
@@ -640,13 +512,11 @@ class _SummedSteps(Steps):
                 outputs.append(features)
                 gradients.append(gradient)
         into_leaves = self._backward(outputs, gradients, [leaf if leaf.requires_grad else None for leaf in leaves])
-        for index, (gradient, total) in enumerate(zip(into_leaves, totals)):
+        for gradient, total in zip([*into_leaves, into_outputs], [*totals, totals[0]]):
             if total is not None and gradient is not None:
-                (total[:, :, seen] if index else total[:, start:stop]).add_(gradient)
-        if totals[0] is not None and into_outputs is not None:
-            totals[0][:, start:stop] += into_outputs
+                self._part([total], start, stop)[0].add_(gradient)
 
-    def _teacher(self, start: int, stop: int) -> tuple[TeacherRows | TeacherProbs, Tensor]:
+    def _teacher(self, start: int, stop: int) -> tuple[Teacher, Tensor]:
         """Return what all steps of a block learn, and where step i of row t finds it: at [b, t - start + i]."""
         batch = self.batch
         counted = self.counted_on_host[:, :, start:stop]
@@ -661,44 +531,51 @@ class _SummedSteps(Steps):
             return ahead.flatten(0, 1)[rows.to(values.device)].to(self.features.device)
 
         states, summaries = read(batch.states), read(self.summaries)
+        if self.known is not None and self.options.objective != "hass":  # the loss reads no distribution
+            return Teacher(states, *[states[:, :1]] * 4), where
         parts = zip(states.split(self.size), summaries.split(self.size))
-        read_rows = [teacher_rows(self.head, *part) for part in parts]
-        teacher = TeacherRows(*map(torch.cat, zip(*read_rows)))
-        return teacher_probs(teacher) if self.has_products else teacher, where
+        read_rows = [teacher_rows(self.head, *part, self.has_products) for part in parts]
+        return Teacher(*map(torch.cat, zip(*read_rows))), where
+
+    def _chunks(self, features: Tensor, start: int, step: int, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the rows [N] of a block [B, R, d] that count in a step, their draft columns, whether they are first
+        ones of documents, and what more [B, R, ..] there is of them, on the device of the features."""
+        stop = start + features.shape[1]
+        rows = self.counted_on_host[step, :, start:stop].flatten().nonzero()[:, 0]
+        columns = self.batch.ahead(self.columns, start, stop, 2 + step)
+        parts = [part.flatten(0, 1)[rows.to(part.device)] for part in (columns, self.first[:, start:stop], *more)]
+        yield from zip(*(part.to(features.device).split(self.size) for part in (rows, *parts)))
 
     def _terms(
-        self, features: Tensor, start: int, step: int, teacher: tuple[TeacherRows | TeacherProbs, Tensor]
+        self, features: Tensor, start: int, step: int, teacher: tuple[Teacher, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return a step's sums over a block's rows with targets and over first rows of documents, [2, 3], and the
         gradient of the features [B, R, d], or None."""
-        (learned, where), stop = teacher, start + features.shape[1]
-        rows = self.counted_on_host[step, :, start:stop].flatten().nonzero()[:, 0]
-        places = where[:, step : step + features.shape[1]].flatten()[rows].to(features.device)
-        rows = rows.to(features.device)
-        columns = self.batch.ahead(self.columns, start, stop, 2 + step).flatten()[rows.to(self.columns.device)]
-        first = self.first[:, start:stop].flatten()[rows.to(self.first.device)].to(features.device)
+        (learned, where), width = teacher, features.shape[1]
+        more = [where[:, step : step + width]]
+        if self.known is not None:
+            more.append(self.known[step, :, start : start + width])
         flat = features.detach().flatten(0, 1)
         into = torch.zeros_like(flat) if features.requires_grad else None
         sums = self.weights.new_zeros(2, 3)
-        chunks = zip(*(each.split(self.size) for each in (rows, places, columns.to(features.device), first)))
-        for rows, places, columns, first in chunks:
+        for rows, columns, first, places, *known in self._chunks(features, start, step, *more):
             chosen = torch.stack([torch.ones_like(first), first]).to(sums)  # [2, N]
             chunk = flat[rows].requires_grad_(features.requires_grad)
-            teacher_part = type(learned)(*(values.index_select(0, places) for values in learned))
-            terms, gradient = self._chunk(chunk, columns, teacher_part, self.shares[step] @ chosen)
+            part = Teacher(*(values.index_select(0, places) for values in learned))
+            terms, gradient = self._chunk(chunk, columns, part, self.shares[step] @ chosen, *known)
             sums += chosen @ terms.to(sums)
             if into is not None and gradient is not None:
                 into.index_copy_(0, rows, gradient.to(into.dtype))
         return sums, None if into is None else into.view_as(features)
 
     def _chunk(
-        self, features: Tensor, columns: Tensor, teacher: TeacherRows | TeacherProbs, weights: Tensor
+        self, features: Tensor, columns: Tensor, teacher: Teacher, weights: Tensor, known: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the terms of rows [N, 3] and the gradient of their features, both by `weights` [N]."""
         head, options = self.head, self.options
-        if isinstance(teacher, TeacherRows):
+        if not self.has_products:
             with torch.set_grad_enabled(self.learns):
-                terms = row_terms(head, features, columns, teacher, options)
+                terms = row_terms(head, features, columns, teacher, options, known)
                 loss = (terms[:, 0] * weights.to(terms)).sum()
             return terms.detach(), self._backward([loss], [None], [features])[0]
         unembedding, is_normed = head.lm_head.weight, head.config.norm_output
@@ -723,15 +600,9 @@ class _SummedSteps(Steps):
             found = torch.autograd.grad(outputs, [*wanted, *self.parameters], into_outputs, allow_unused=True)
         for parameter, gradient in zip(self.parameters, found[len(wanted) :]):
             if gradient is not None:
-                self._add(parameter, gradient)
+                self._total(parameter).add_(gradient)
         rest = iter(found)
         return [next(rest) if each is not None and each.requires_grad else None for each in inputs]
-
-    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
-        if parameter in self.totals:
-            self.totals[parameter] += gradient
-        else:  # a copy, because autograd may return one tensor for several inputs
-            self.totals[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
 
     def _total(self, parameter: Tensor) -> Tensor:
         """Return where the gradient of a parameter is summed up."""

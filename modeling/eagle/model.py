@@ -6,38 +6,37 @@ EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840, HASS: 2408.15766.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.loss_options import EagleLossOptions, ResolvedEagleOptions
-from ...generation.attach import adopt_fields
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
-from ...generation.tensors.saving import reads_whole, whole_directory
+from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import Fields, read_tensors, weight_files
-from ...generation.tensors.wrapped_models import has_own_cache, untyped, unwrap
-from ..common.backbone_parts import output_embeddings, weight_of
+from ...generation.tensors.wrapped_models import input_embeddings, unwrap
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
-from ..common.drafter_configs import check_kind
 from ..common.foreign import ForeignLayoutsMixin, Stored
 from ..common.learning import States, run_backbone
 from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
 from ..heads.losses import check_targets, unshifted
 from .conversion import (
     backbone_config,
+    check_layout,
     foreign_head,
+    layout_config,
+    layout_tensors,
     own_names,
     resolved_aux_layers,
     warn_of_misfit,
 )
-from .export import check_layout, write_layout
-from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
+from .losses import Steps, TrainingBatch, counts_per_step, eagle_loss, step_weights
 from .modules import EagleNetwork
 from .session import EagleSession
 
@@ -60,19 +59,11 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
     """
 
     remote_classes = {"AutoModel": "EagleHead"}
-    _supports_sdpa = True
-    drafts_trees, not_served = True, None
-    attends = True
     loss_unit = "step"
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
         config.loss_options = EagleLossOptions.of(config.loss_options)  # a dict where `from_pretrained` sets it
-
-    @property
-    def loss_options(self) -> EagleLossOptions:
-        """Options of the loss of `forward`."""
-        return self.config.loss_options
 
     @classmethod
     def from_backbone(
@@ -100,38 +91,24 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
             draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
             draft_vocab_size = len(draft_ids)
         head = cls(backbone_config(backbone, version=version, draft_vocab_size=draft_vocab_size, **options))
-        if draft_ids is not None:
-            head.set_draft_ids(draft_ids)
         if head.config.mask_token_id is not None:
             nn.init.normal_(head.mask_hidden)
-        head = head.attach(backbone)
-        if version == 3:
-            unembedding = weight_of(output_embeddings(backbone), head.lm_head.weight)
-            with torch.no_grad():
-                head.lm_head.weight.copy_(unembedding[head.draft_ids.to(unembedding.device)])
-        return head
+        return head._begun(backbone, draft_ids)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
-        """Do nothing: the loss always recomputes its steps in backward."""
+        """Do nothing: the loss keeps no activations of its steps."""
 
     def made_for(self) -> Mapping[str, object]:
         return {"hidden_size": self.config.target_hidden_size, "vocab_size": self.config.vocab_size}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone with another hidden size, vocabulary or number of layers, or that no head fits."""
-        check_kind(backbone)
-        text, kind = backbone.config.get_text_config(), type(backbone).__name__
         super().check_backbone(backbone)
-        if has_own_cache(backbone):
-            raise ValueError(f"backbone: {kind} has its own cache class, whose columns a head's cache cannot follow")
-        resolved_aux_layers(self.config, text.num_hidden_layers)
+        resolved_aux_layers(self.config, backbone.config.get_text_config().num_hidden_layers)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device, take over its special ids, and warn of what may not fit."""
-        if backbone.device.type != "meta":  # not offloaded
-            dtype = backbone.dtype if backbone.dtype.is_floating_point else None
-            untyped(self).to(backbone.device, dtype)
-        adopt_fields(self.config, backbone)
+        super().on_attach(backbone)
+        layers = resolved_aux_layers(self.config, backbone.config.get_text_config().num_hidden_layers)
+        self.hidden_layers = layers or -1
         warn_of_misfit(self.config, backbone)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
@@ -204,22 +181,14 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
     ) -> Stored:
         return foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), ignored, **fields)
 
-    def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
-        write_layout(self, directory, layout, state)
+    def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
+        embeddings = input_embeddings(self.backbone).weight if self.is_attached else None
+        fields = layout_config(self.config, layout, self.dtype)
+        return fields, layout_tensors(self.config, layout, state, embeddings)
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
-        """Write a checkpoint for another library or engine.
-
-        Args:
-            folder: The directory.
-            layout: `"vllm"`, `"sglang"`, `"official"` (SafeAILab's code), `"specforge"` or `"speculators"`.
-
-        Raises:
-            ValueError: An option of this head that the reader does not support.
-        """
         check_layout(self.config, layout)
-        with whole_directory(folder) as directory:
-            write_layout(self, directory, layout)
+        super().export(folder, layout)
 
     def export_to(self, engine: str, folder: Path) -> Fields:
         self.export(folder, layout=engine)
@@ -267,31 +236,22 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
 
         def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
             drafted = self.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)  # [N, length, Vd]
-            full = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -torch.inf)  # [N, length, V]
-            return full.index_copy_(-1, self.draft_ids, drafted)
+            return self.spread(drafted)  # [N, length, V]
 
         return DraftDistributions(draft, self.backbone_logits, hidden[-1])
 
-    def _unrolled(self, features: Tensor, batch: TrainingBatch, steps: int) -> list[Tensor]:
+    def _unrolled(self, features: Tensor, batch: TrainingBatch, length: int) -> list[Tensor]:
         """Return the outputs of steps 0, 1, ..., [B, R, d] each; a row sees step 0 up to its column, and itself."""
-        rows, cache, states = batch.num_rows, DynamicCache(), []
-        if not rows:
-            return [features[:, :0]] * steps
-        mask = batch.visible(0, rows)
-        own = torch.eye(rows, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)  # [B, 1, R, R]
-        features = features[:, :rows]  # [B, R, d]
-        for step in range(steps):
-            ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)  # [B, R]
-            if step and self.config.mask_token_id is not None:
-                features, ids = self.masked(len(features), rows)
-            features = self.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)  # [B, R, d]
-            states.append(features)
-            mask = torch.cat([mask, own], dim=-1)  # [B, 1, R, (step + 2) R]
-        return states
+        if not batch.num_rows:
+            return [features[:, :0]] * length
+        options = replace(self._loss_options(), steps=length)
+        steps = Steps(self, batch, options, features.new_ones(length), features, [])
+        first, columns = steps.first_step(features[:, : batch.num_rows])
+        return [first, *steps.later_steps(first, 0, columns)]
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data from sums per step, [steps] each."""
-        return pooled_loss(sums, counts, self._loss_options())
+        return (sums * step_weights(counts, self._loss_options(), sums)).sum()
 
     def _loss_options(self) -> ResolvedEagleOptions:
         return self.loss_options.resolved(self.config.version)

@@ -35,30 +35,17 @@ from ..common.learning import DraftModel, States
 from .conversion import resolved_aux_layers
 
 
-def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
-    """Return Llama's or (with `qk_norm`) Qwen3's attention over states [.., width]; its output has no bias."""
-    attention = Qwen3Attention(untyped(config), index) if config.qk_norm else LlamaAttention(config, index)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        rows = getattr(attention, name).out_features
-        setattr(attention, name, nn.Linear(width, rows, bias=config.attention_bias))
-    attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
-    return attention
-
-
 class EagleLayer(LlamaDecoderLayer):
-    """A Llama layer with the head's attention, whose input has `width` (d by default)."""
+    """A Llama layer whose attention is Llama's or (with `qk_norm`) Qwen3's over states [.., width] (d by default)."""
 
     def __init__(self, config: EagleHeadConfig, index: int, width: int | None = None) -> None:
         super().__init__(config, index)
-        self.self_attn = build_attention(config, index, width or config.hidden_size)
-
-
-class MergedLayer(EagleLayer):
-    """The first layer of version 1: its attention reads fc [e(x_{t+1}); f_t] without a norm."""
-
-    def __init__(self, config: EagleHeadConfig) -> None:
-        super().__init__(config, 0)
-        self.input_layernorm = nn.Identity()
+        attention = Qwen3Attention(untyped(config), index) if config.qk_norm else LlamaAttention(config, index)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(attention, name).out_features
+            setattr(attention, name, nn.Linear(width or config.hidden_size, rows, bias=config.attention_bias))
+        attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
+        self.self_attn = attention
 
 
 class FusingLayer(EagleLayer):
@@ -82,10 +69,11 @@ class EagleNetwork(DraftModel):
 
     The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
 
-    Args:
-        config: See `EagleHeadConfig`.
+    Attributes:
+        hidden_layers: Indices of the `hidden_states` of its backbone that `fuse` reads; -1: the last one.
     """
 
+    hidden_layers: int | list[int]
     config: EagleHeadConfig
     config_class = EagleHeadConfig
 
@@ -93,10 +81,13 @@ class EagleNetwork(DraftModel):
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self._backbones = []
+        self.hidden_layers = -1
         width = config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
-        first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
+        first = FusingLayer(config) if config.version == 3 else EagleLayer(config, 0)
+        if config.version == 1:  # it reads fc [e(x_{t+1}); f_t] without a norm
+            first.input_layernorm = nn.Identity()
         later = (EagleLayer(config, index) for index in range(1, config.num_hidden_layers))
         self.layers = nn.ModuleList([first, *later])
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
@@ -118,26 +109,12 @@ class EagleNetwork(DraftModel):
             self.lm_head = nn.Linear(width, self.draft_size, bias=False)
         self.post_init()
 
-    @property
-    def hidden_layers(self) -> int | list[int]:
-        """Indices of the backbone's `hidden_states` that `fuse` reads; -1: the last one."""
-        if not self.config.num_aux:
-            return -1
-        return resolved_aux_layers(self.config, self.backbone.config.get_text_config().num_hidden_layers)
-
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the head's own embeddings, or None where it reads the backbone's."""
         return self.embed_tokens if self.config.own_embeddings else None
 
     def fuse(self, hidden_states: States) -> Tensor:
-        """Return the features that `step` reads.
-
-        Args:
-            hidden_states: The backbone's; those that `hidden_layers` names are read.
-
-        Returns:
-            [B, T, d], on the head's device and in its dtype.
-        """
+        """Return the features [B, T, d] of the backbone's states that `hidden_layers` names, on the head's device."""
         wanted = [-1]
         if self.config.num_aux:
             is_mapping = isinstance(hidden_states, Mapping)
@@ -183,15 +160,18 @@ class EagleNetwork(DraftModel):
             logits_to_keep: Number of last rows whose logits are returned; 0: all.
 
         Returns:
-            The features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, -inf for tokens
-            that are not drafted.
+            Features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, or -inf.
         """
         features = self.rows(features, next_ids, position_ids, attention_mask, past_key_values)
         logits = self.draft_logits(features[:, -logits_to_keep:])
-        if logits.shape[-1] == self.config.vocab_size:
-            return features, logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)  # [B, R, V]
-        return features, full.index_copy_(-1, self.draft_ids, logits)
+        return features, self.spread(logits)
+
+    def spread(self, columns: Tensor) -> Tensor:
+        """Return values [.., V] of all tokens from those of drafted ones [.., Vd]; others have -inf."""
+        if columns.shape[-1] == self.config.vocab_size:
+            return columns
+        full = columns.new_full((*columns.shape[:-1], self.config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, self.draft_ids, columns)
 
     def rows(
         self,
@@ -243,9 +223,11 @@ class EagleNetwork(DraftModel):
     def embedding(self) -> Callable[[Tensor], Tensor]:
         """Return the embedding of tokens, without a family's scale, with which heads are not trained."""
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
-        if type(table) is not nn.Embedding and not is_unit(table):
-            return partial(nn.functional.embedding, weight=cast(nn.Embedding, table).weight.detach())
-        return partial(frozen, table) if torch.is_grad_enabled() or is_unit(table) else cast(nn.Embedding, table)
+        if type(table) is nn.Embedding and not torch.is_grad_enabled():
+            return table
+        if type(table) is nn.Embedding or is_unit(table):
+            return partial(frozen, table)
+        return partial(nn.functional.embedding, weight=cast(nn.Embedding, table).weight.detach())
 
     def _mask(
         self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
@@ -261,7 +243,7 @@ class EagleNetwork(DraftModel):
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=position_ids,
-            **untyped({CACHE: cache}),
+            **cast(Any, {CACHE: cache}),
         )
 
 

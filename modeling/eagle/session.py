@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...generation.backbone.drafting import DrafterLayout, drafter_layout, of_accepted
+from ...generation.backbone.cache import drafter_layout, of_accepted
+from ...generation.backbone.static import DrafterLayout
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, block_chain, grow_chain
 from ...generation.call.sequences import NewTokens, Sequences
@@ -40,17 +41,11 @@ from .modules import EagleNetwork
 
 @dataclass
 class _Pairs:
-    """New pairs of true features; those of a sequence come first, and what follows them is arbitrary.
+    """New pairs of true features; those of a sequence come first, and what follows them is arbitrary."""
 
-    Attributes:
-        features: [B, P, d].
-        ids: [B, P] int64.
-        new: How many each sequence has; None: the prompt's.
-    """
-
-    features: Tensor
-    ids: Tensor
-    new: NewTokens | None = None
+    features: Tensor  # [B, P, d]
+    ids: Tensor  # [B, P] int64
+    new: NewTokens | None = None  # how many each sequence has; None: the prompt's
 
 
 class EagleSession(DraftSession):
@@ -63,7 +58,7 @@ class EagleSession(DraftSession):
         self.hidden_layers: HiddenLayers = (layers := head.hidden_layers)
         self.layers = [layers] if isinstance(layers, int) else layers
         self.embed = head.embedding()
-        self.draft_ids: Tensor | None = head.draft_ids
+        self.draft_ids: Tensor | None = None if head.draft_size == head.config.vocab_size else head.draft_ids
         self.vocab_size = head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), list[_Pairs]()
         self.prompt: Tensor | None = None
@@ -72,7 +67,8 @@ class EagleSession(DraftSession):
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
         self.view, prompt, options = view, self._features(outputs.hidden_states), self.options  # [B, L, d]
-        self.layout = drafter_layout(view, prompt.shape[1], options.max_length, most_nodes(options), "eagle")
+        span = 1 + self.num_tokens if options.draft_tree is None else most_nodes(options)
+        self.layout = drafter_layout(view, prompt.shape[1], options.max_length, span, "eagle")
         self.layout.install_layers(self.cache)
         self.draft_ids = None if self.draft_ids is None else view.held("eagle.draft_ids", self.draft_ids)  # [v]
         if isinstance(self.layout, DrafterLayout):
@@ -104,7 +100,7 @@ class EagleSession(DraftSession):
             self._append_pairs(pairs)
         self.pairs.clear()
         features, self.layout.block_offset = self.features if features is None else features, 0
-        masks = self.options.masks(tokens)
+        masks = self.options.masks(tokens) if self.options.processors else None
         if self.options.draft_tree is None:
             return self._chain(features, length, masks)
         return grow(_Growth(self, features), self.options, length, masks)
@@ -161,16 +157,7 @@ class EagleSession(DraftSession):
 class _FixedPairs:
     """New pairs in as many columns in every cycle; those beyond a sequence's own are zeros, and seen by nobody.
 
-    The prompt's pairs but the last one, whose token is not known yet, run at once.
-
-    Args:
-        session: Runs pairs.
-        layout: Of its cache.
-        prompt: [B, L, d], features.
-
-    Attributes:
-        features: [B, P, d].
-        new: [B] int64, how many are a sequence's own.
+    The prompt's pairs [B, L, d] but the last one, whose token is not known yet, run at once.
     """
 
     def __init__(self, session: EagleSession, layout: DrafterLayout, prompt: Tensor) -> None:

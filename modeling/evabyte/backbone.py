@@ -1,8 +1,7 @@
 """EvaByte, native: a byte-level decoder with EVA attention and several next-byte heads (EvaByte, 2025).
 
-Attention reads the open window byte by byte, and earlier windows as one learned summary per chunk; the geometry comes
-from `EvaBlock`, and the past from `EvaCacheLayer`. Parameter names and shapes are the official ones. `EvaByteForMTPC`
-adds how drafts are made and verified.
+Attention reads the open window byte by byte, and earlier windows as one learned summary per chunk. Parameter names and
+shapes are the official ones.
 """
 
 from __future__ import annotations
@@ -14,15 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb, eager_attention_forward
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.utils.generic import can_return_tuple
 
@@ -30,16 +24,14 @@ from ...configuration.cache_names import CACHE, given_cache
 from ...configuration.evabyte import EvaByteConfig
 from ...generation.tensors.wrapped_models import untyped
 from ..common.loading import StrictLoadingMixin
-from ..heads.registry import init_head
+from ..heads.family import init_head
 from .cache import EvaBlock, EvaByteCache, EvaCacheLayer, SequenceLengths, SequenceMap, States
 
 if TYPE_CHECKING:
     from ...generation.contract import DraftTree
 
 Layer = Callable[..., Tensor]
-"""Called as `EvaByteDecoderLayer` is."""
 LayerStates = tuple[Tensor | None, ...]
-"""Hidden states by layer; None where they were not requested."""
 Run = Callable[..., tuple[Tensor, LayerStates | None]]
 
 
@@ -52,10 +44,6 @@ class EvaAttention(nn.Module):
 
     and a query takes one softmax over s q . k for the tokens of its own window up to itself and s q . k_bar for all
     chunks of earlier windows.
-
-    Args:
-        config: Configuration of the model.
-        layer_idx: Index of the layer.
     """
 
     is_causal = True
@@ -68,10 +56,7 @@ class EvaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.chunk_size = config.chunk_size
         width = config.hidden_size
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         landmark = (1, config.num_attention_heads, 1, 1, self.head_dim)
         self.adaptive_mu_k = nn.Parameter(torch.empty(landmark))
         self.adaptive_phi = nn.Parameter(torch.empty(landmark))
@@ -79,10 +64,7 @@ class EvaAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None = None
     ) -> Tensor:
-        """Attend from the new tokens: [R, M, D] to [R, M, D], every sequence starting in column 0.
-
-        `rotary` is cos and sin, [R or 1, M, d]; this layer's cache, if any, is updated.
-        """
+        """Attend from the new tokens: [R, M, D] to [R, M, D]; `rotary` is cos and sin, [R or 1, M, d]."""
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         query, key, value = (
             p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
@@ -152,13 +134,12 @@ def _per_window(past: Tensor, new: Tensor, raw: Tensor, count: int) -> Tensor:
 class EvaByteRMSNorm(nn.Module):
     """RMSNorm in float32; with `unit_offset` the gain is 1 + weight, rounded to the model's dtype first."""
 
-    def __init__(self, width: int, eps: float, unit_offset: bool) -> None:
+    def __init__(self, config: EvaByteConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps, self.unit_offset = config.rms_norm_eps, config.norm_add_unit_offset
+        self.weight = nn.Parameter(torch.full((config.hidden_size,), 0.0 if self.unit_offset else 1.0))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map [..., D] to [..., D], same dtype."""
         gain = 1 + self.weight if self.unit_offset else self.weight
         normed = nn.functional.rms_norm(hidden_states.float(), (hidden_states.shape[-1],), None, self.eps)
         return (gain * normed).to(hidden_states.dtype)
@@ -171,13 +152,11 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = EvaAttention(config, layer_idx)
         self.mlp = Qwen2MLP(config)  # Down(act(Gate x) * Up x)
-        self.input_layernorm = _norm(config)
-        self.post_attention_layernorm = _norm(config)
+        self.input_layernorm = EvaByteRMSNorm(config)
+        self.post_attention_layernorm = EvaByteRMSNorm(config)
 
     def forward(self, hidden_states: Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None) -> Tensor:
-        """Map [R, M, D] to [R, M, D]; `cache` is this layer's and is updated."""
-        attended = self.self_attn(self.input_layernorm(hidden_states), rotary, block, cache)
-        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), rotary, block, cache)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -217,7 +196,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(EvaByteDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = _norm(config)
+        self.norm = EvaByteRMSNorm(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -239,27 +218,23 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         """Run the layers.
 
         Args:
-            input_ids: [B, L] int64.
+            input_ids: [B, L] int64, or `inputs_embeds` [B, L, D].
             attention_mask: [B, past columns + L], 0 for padding on any side; only the last L columns are read.
             position_ids: [B or 1, L]; see the class.
             cache: Cache to continue and to extend.
-            inputs_embeds: [B, L, D] instead of `input_ids`.
+            inputs_embeds: See `input_ids`.
             use_cache: Return a cache; defaults to the config's `use_cache`; off where activations are checkpointed.
             output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
             draft_tree: Which of `input_ids` descend from which, where drafts after the first one are a tree; needs a
                 cache, whose `keep_last` leaves one path.
             past_key_values: The older name of `cache`.
-
-        Returns:
-            `last_hidden_state` [B, L, D] after the final norm, the cache and the requested hidden states.
-
-        Raises:
-            ValueError: Neither or both of `input_ids` and `inputs_embeds`, or a cache of another kind.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(given_cache(cache, past_key_values), use_cache)
+        cache = given_cache(cache, past_key_values)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            cache = None
+        elif cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = EvaByteCache(self.config)
         inputs = hidden, attention_mask, position_ids, cache, output_hidden_states
         last, states = self._runner(cache)(*inputs, tree=draft_tree)
         found = cast(tuple[Tensor, ...] | None, states)  # entries that were not requested are None
@@ -273,10 +248,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         position_ids: Tensor | None = None,
         cache: EvaByteCache | None = None,
     ) -> Tensor:
-        """Return the last hidden states [B, L, D], after the final norm, of other `layers` on `hidden` [B, L, D].
-
-        The layers are called like the backbone's own; `cache` holds their keys and values alone, and is extended.
-        """
+        """Return the normed states [B, L, D] of other `layers` on `hidden` [B, L, D]; `cache` is theirs alone."""
         return self._runner(cache)(hidden, attention_mask, position_ids, cache, False, layers)[0]
 
     def _runner(self, cache: EvaByteCache | None) -> Run:
@@ -296,6 +268,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
         map_ = _sequence_map(hidden, attention_mask, position_ids if cache is None else None)
         hidden = hidden if map_ is None else map_.gather(hidden)  # [R, M, D]
+        restored = (lambda states: states) if map_ is None else map_.restore
         counts = [hidden.shape[1]] * hidden.shape[0] if map_ is None or cache is None else map_.counts.tolist()
         plan = SequenceLengths(self.config.window_size, self.config.chunk_size) if cache is None else cache.sequences
         block = plan.begin(counts, hidden.shape[1], hidden.device, tree)
@@ -303,33 +276,20 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         rotary = self.rotary_emb(hidden, block.positions())
         chosen, states = _chosen(self.config, output_hidden_states), []
         for index, layer in enumerate(self.layers if layers is None else layers):
-            states.append(_restored(hidden, map_) if index in chosen else None)
+            states.append(restored(hidden) if index in chosen else None)
             hidden = layer(hidden, rotary, block, cache=None if cache is None else cache.layers[index])
-        hidden = _restored(self.norm(hidden), map_)
+        hidden = restored(self.norm(hidden))
         states.append(hidden if self.config.num_hidden_layers in chosen else None)
         plan.finish(block, counts)
         return hidden, tuple(states) if chosen else None
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None) -> EvaByteCache | None:
-        if cache is not None and not isinstance(cache, EvaByteCache):
-            raise ValueError(f"{CACHE} is a {type(cache).__name__}; give an EvaByteCache(model.config)")
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            return None
-        wanted = self.config.use_cache if use_cache is None else use_cache
-        return EvaByteCache(self.config) if wanted and cache is None else cache
-
 
 def _chosen(config: EvaByteConfig, wanted: bool | int | list[int] | None) -> set[int]:
-    """Return the indices of the hidden states to return."""
     wanted = config.output_hidden_states if wanted is None else wanted
     total = config.num_hidden_layers + 1
     if wanted is None or isinstance(wanted, bool):
         return set(range(total)) if wanted else set()
     return {index % total for index in ([wanted] if isinstance(wanted, int) else wanted)}
-
-
-def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
-    return EvaByteRMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_add_unit_offset)
 
 
 def _sequence_map(hidden: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> SequenceMap | None:
@@ -342,8 +302,3 @@ def _sequence_map(hidden: Tensor, mask: Tensor | None, position_ids: Tensor | No
     if real is None or (real.device.type == "cpu" and bool(real.all())):  # elsewhere the host would wait for the device
         return None
     return SequenceMap.from_mask(real)
-
-
-def _restored(states: Tensor, map_: SequenceMap | None) -> Tensor:
-    """Return states in the columns of the batch."""
-    return states if map_ is None else map_.restore(states)

@@ -1,8 +1,7 @@
 """The EVA cache: an open window of raw keys and values, and chunk summaries of every window before it.
 
 A sequence in a layer's buffer is laid out as [summaries | raw tokens], the raw part starting with the first token of a
-window, so that attention reads one slice. Windows are summarised ("folded") lazily, by the next forward: until then a
-rollback is a change of length. The attention layer passes in how summaries are computed.
+window. Windows are summarised ("folded") lazily, by the next forward: until then a rollback is a change of length.
 
 Of the new tokens of a forward, which have the raw slots `offset .. offset + length - 1`, a query at slot t sees
 
@@ -19,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...configuration.cache_names import CACHE
 from ...configuration.evabyte import EvaByteConfig
 from ...generation.call.sequences import NewTokens
 from ...generation.tensors.masks import cached_arange, cached_range
@@ -42,46 +40,33 @@ _CAPACITY_STEP = 64
 
 @dataclass
 class EvaBlock:
-    """Geometry of one forward of `length` new tokens per sequence, for every layer.
-
-    Attributes:
-        length: New tokens per sequence, M.
-        window: W, tokens per window.
-        chunk: C, tokens per summary.
-        offsets: Raw tokens in the cache before the block, per sequence.
-        summaries: Chunk summaries in the cache before the raw tokens, per sequence.
-        fold: Whole windows that each sequence's cache must summarise before the block is written.
-        folds: Whole windows that each sequence's cache must summarise after the block was attended to.
-        on_device: `offsets` and `summaries` as [R] int64 on the device; computed only where sequences differ.
-        tree: Which of the new tokens descend from which; None: each from the one before.
-        mask: Additive mask for the attention function, or None where plain causal attention is right.
-    """
+    """Geometry of one forward of `length` new tokens (M) per sequence, for every layer."""
 
     length: int
-    window: int
-    chunk: int
-    offsets: list[int]
-    summaries: list[int]
-    fold: list[int]
-    folds: list[int]
+    window: int  # W, tokens per window
+    chunk: int  # C, tokens per summary
+    offsets: list[int]  # raw tokens in the cache before the block, per sequence
+    summaries: list[int]  # chunk summaries in the cache before the raw tokens, per sequence
+    fold: list[int]  # whole windows of each sequence to summarise before the block is written
+    folds: list[int]  # the same, after the block was attended to
     device: torch.device
-    on_device: Callable[[], tuple[Tensor, Tensor]]
-    tree: DraftTree | None = None
-    mask: Tensor | None = None
+    on_device: Callable[[], States]  # offsets and summaries [R], where sequences differ
+    tree: DraftTree | None = None  # which of the new tokens descend from which; None: each from the one before
+    mask: Tensor | None = None  # additive; None where plain causal attention is right
 
     @cached_property
     def is_fresh(self) -> bool:
-        """Return whether no sequence has a past, so that the block attends to nothing but itself."""
+        """Whether no sequence has a past."""
         return not any(self.offsets) and not any(self.summaries)
 
     @property
     def is_long(self) -> bool:
-        """Return whether attention runs window by window rather than over one dense mask."""
+        """Whether attention runs window by window rather than over one dense mask."""
         return self.length > self.window and self.tree is None
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Return whether all sequences have the same geometry, so that slices replace gathers."""
+        """Whether all sequences have the same geometry, so that slices replace gathers."""
         return len(set(self.offsets)) == 1 and len(set(self.summaries)) == 1
 
     @cached_property
@@ -96,7 +81,7 @@ class EvaBlock:
         return max(map(int.__add__, self.summaries, self.offsets)) + self.length
 
     @cached_property
-    def _lengths(self) -> tuple[Tensor, Tensor]:
+    def _lengths(self) -> States:
         return self.on_device()
 
     def count_from(self, summaries: int, offsets: int, length: int) -> Tensor:
@@ -139,16 +124,11 @@ class EvaBlock:
     def at_slots(self, states: Tensor, total: int) -> Tensor:
         """Put per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
         result = states.new_zeros(*states.shape[:2], total, states.shape[3])
-        if self.is_uniform:
-            result[:, :, self.offsets[0] : self.offsets[0] + self.length] = states
-            return result
         return result.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)  # [R, H, total, d]
 
     def take(self, outputs: Tensor) -> Tensor:
         """Return the inverse of `at_slots`, for outputs [R, total, ...]: [R, M, ...]."""
-        if self.is_uniform:
-            return outputs[:, self.offsets[0] : self.offsets[0] + self.length]
-        return outputs.gather(1, self._slots()[:, :, None, None].expand(-1, -1, *outputs.shape[2:]))
+        return outputs.gather(1, self._slots()[:, :, None, None].expand(len(outputs), -1, *outputs.shape[2:]))
 
     def with_mask(self, dtype: torch.dtype, explicit: bool) -> EvaBlock:
         """Build the mask; `explicit` requires one even where `is_causal` would do (eager attention)."""
@@ -157,12 +137,7 @@ class EvaBlock:
         elif self.tree is not None:
             self.mask = _additive(self._visible_in_tree(self.tree), dtype)[:, None]  # [R, 1, M, S]
         elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
-            if self.is_uniform and not self.provisional and self.length <= _DRAFT:
-                # one launch, as every decoding cycle needs it
-                own = _causal(self.length, dtype, self.device)
-                self.mask = torch.nn.functional.pad(own, (self.used - self.length, 0))[None, None]  # [1, 1, M, used]
-            else:
-                self.mask = _additive(self._visible(), dtype)[:, None]  # [R, 1, M, S]
+            self.mask = _additive(self._visible(), dtype)[:, None]  # [R or 1, 1, M, S]
         return self
 
     def _slots(self, summaries: int = 0) -> Tensor:
@@ -217,34 +192,17 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return visible.to(dtype).log_()  # 0 where visible, -inf elsewhere
 
 
-_DRAFT = 64
-"""Longest block whose causal mask is kept."""
-
-
-@lru_cache(maxsize=64)
-def _causal(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what every new token adds to the scores of the block, [M, M], made once; never write to it."""
-    with torch.inference_mode(False):
-        return _additive(torch.ones(length, length, dtype=torch.bool, device=device).tril(), dtype)
-
-
 @dataclass
 class SequenceMap:
-    """A map between the columns of a batch [B, L] and the tokens of sequences [R, M] without padding before them.
+    """A map between the columns of a batch [B, L] and the tokens of sequences [R, M] without padding before them."""
 
-    Attributes:
-        source: [R, M] int64, flat index into B * L of each token; unused ones point at any column.
-        target: [B, L] int64, flat index into R * M of each column; padding points at any token.
-        counts: [R] int64, real tokens per sequence.
-    """
-
-    source: Tensor
-    target: Tensor
-    counts: Tensor
+    source: Tensor  # [R, M] int64, flat index into B * L of each token; unused ones point at any column
+    target: Tensor  # [B, L] int64, flat index into R * M of each column; padding points at any token
+    counts: Tensor  # [R] int64, real tokens per sequence
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> SequenceMap:
-        """Return the map of `mask` [B, L] (True: a real token; padding may be anywhere)."""
+        """Return the map of `mask` [B, L] (True: a real token)."""
         batch, length = mask.shape
         order = (~mask).long().argsort(dim=1, stable=True)  # [B, L], real tokens first
         first = torch.arange(batch, device=mask.device)[:, None] * length  # [B, 1]
@@ -269,7 +227,6 @@ class SequenceMap:
         return cls(source=source, target=target.view(batch, length), counts=counts)
 
     def gather(self, batch: Tensor) -> Tensor:
-        """Map [B, L, ...] to [R, M, ...]."""
         return batch.flatten(0, 1)[self.source]
 
     def restore(self, sequences: Tensor) -> Tensor:
@@ -282,23 +239,19 @@ class SequenceLengths:
 
     While sequences differ, lengths and starts are mirrored on the device and follow what forwards and rollbacks do
     there, so that a cycle of decoding copies only the counts of its new tokens.
-
-    Attributes:
-        lengths: True tokens per sequence.
-        starts: Position of each sequence's first raw token, a multiple of the window.
-        gaps: Columns of padding, per sequence.
-        settled: Tokens per sequence that no later `crop` will remove, while past recording is on.
-        tree_slots: [R or 1, M] int64, slots of the buffers to which the last forward wrote a tree.
     """
 
-    tree_slots: Tensor
+    lengths: list[int]  # true tokens per sequence
+    starts: list[int]  # position of each sequence's first raw token, a multiple of the window
+    gaps: list[int]  # columns of padding, per sequence
+    settled: list[int]  # tokens per sequence that no later `crop` will remove, while past recording is on
+    tree_slots: Tensor  # [R or 1, M] int64, slots of the buffers to which the last forward wrote a tree
 
     def __init__(self, window: int, chunk: int) -> None:
         self.window, self.chunk, self.record_past = window, chunk, False
         self.clear()
 
     def clear(self) -> None:
-        """Forget all sequences."""
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
         self._mirror: States | None = None
 
@@ -324,18 +277,12 @@ class SequenceLengths:
         if length > self.window and not (self.record_past and any(self.lengths)):
             ends = (n + count - self.window for n, count in zip(self.lengths, counts))
             folds = [max(start, self._border(end)) for start, end in zip(self.starts, ends)]
-        return EvaBlock(
-            length=length,
-            window=self.window,
-            chunk=self.chunk,
-            offsets=[n - start for n, start in zip(self.lengths, self.starts)],
-            summaries=[start // self.chunk for start in self.starts],
-            fold=[(new - start) // self.window for new, start in zip(self.starts, old)],
-            folds=[(new - start) // self.window for new, start in zip(folds, self.starts)],
-            device=device,
-            on_device=lambda: self._on_device(device),
-            tree=tree,
-        )
+        offsets = [n - start for n, start in zip(self.lengths, self.starts)]
+        summaries = [start // self.chunk for start in self.starts]
+        fold = [(new - start) // self.window for new, start in zip(self.starts, old)]
+        later = [(new - start) // self.window for new, start in zip(folds, self.starts)]
+        sizes = length, self.window, self.chunk
+        return EvaBlock(*sizes, offsets, summaries, fold, later, device, lambda: self._on_device(device), tree)
 
     def finish(self, block: EvaBlock, counts: list[int]) -> None:
         """Record the tokens of a forward that all layers have seen."""
@@ -358,21 +305,17 @@ class SequenceLengths:
     def crop(self, removed: list[int]) -> None:
         """Roll back `removed[r]` tokens of sequence r."""
         for index, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
-            if count < 0:
-                raise ValueError(f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number")
-            if count > n - start:
-                raise ValueError(f"crop: cannot remove {count} tokens of sequence {index}, but at most {n - start}")
+            if not 0 <= count <= n - start:
+                raise ValueError(f"crop: cannot remove {count} tokens of sequence {index}, but 0 to {n - start}")
         self.lengths = [n - count for n, count in zip(self.lengths, removed)]
         self.settled, self._mirror = list(self.lengths), None
 
     def select(self, indices: list[int]) -> None:
-        """Make sequence `indices[r]` the new sequence r."""
         for name in ("lengths", "starts", "gaps", "settled"):
             setattr(self, name, [getattr(self, name)[index] for index in indices])
         self._mirror = None
 
     def _border(self, position: int) -> int:
-        """Return the first position of a window."""
         return position // self.window * self.window
 
     def _foldable(self) -> list[int]:
@@ -396,7 +339,6 @@ class EvaCacheLayer(CacheLayerMixin):
         self.sequences = sequences
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate empty buffers of the dtype and on the device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()  # [R, H, 0, d]
         self.is_initialized = True
@@ -414,15 +356,13 @@ class EvaCacheLayer(CacheLayerMixin):
             raw = [o + f * block.window for o, f in zip(block.offsets, block.fold)]
             self._fold(block, block.fold, summaries, raw, summarise)
         self._reserve(block.used)
+        slots = block.new_slots[:, None, :, None].expand_as(key_states)  # [R, H, M, d]
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            _write(buffer, states.detach(), block)
+            buffer.scatter_(2, slots, states.detach().to(buffer.dtype))
         return self.keys[:, :, : block.used], self.values[:, :, : block.used]
 
     def raw(self, block: EvaBlock, total: int) -> tuple[Tensor, Tensor]:
-        """Return raw slots 0 .. total - 1 of all sequences, [R, H, total, d]; unwritten ones hold anything.
-
-        Those of a tree are followed by chunks along its paths (`EvaBlock.raw_slots`).
-        """
+        """Return the states [R, H, total, d] at `EvaBlock.raw_slots`; unwritten ones hold anything."""
         self._reserve(max(block.summaries) + total)
         if block.is_uniform and block.tree is None:
             start = block.summaries[0]
@@ -431,7 +371,6 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy the slots `source` [R, k] to `target` [R, k]."""
         for buffer in (self.keys, self.values):
             buffer.scatter_(2, _for_states(target, buffer), buffer.gather(2, _for_states(source, buffer)))
 
@@ -446,24 +385,19 @@ class EvaCacheLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:, :, :needed].clone(), self.values[:, :, :needed].clone()
 
     def get_seq_length(self) -> int:
-        """Return the number of columns in the cache: tokens plus padding of the longest sequence."""
         return max(map(int.__add__, self.sequences.lengths, self.sequences.gaps), default=0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of a plain mask over all columns (EVA builds its own)."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: the cache grows with the sequence."""
         return -1
 
     def reset(self) -> None:
-        """Drop the buffers."""
         self.keys = self.values = torch.empty(0)
         self.is_initialized = False
 
     def select(self, indices: Tensor) -> None:
-        """Make sequence `indices[r]` of the buffers the new sequence r."""
         if self.is_initialized:
             self.keys, self.values = (b.index_select(0, indices.to(b.device)) for b in (self.keys, self.values))
 
@@ -496,20 +430,11 @@ class EvaByteCache(Cache):
     block of the last forward, and tokens of forwards since the last `crop` up to a window.
 
     Memory: with W the window and C the chunk, at most 2 W raw tokens plus the block, and one summary per C tokens.
-
-    Args:
-        config: Configuration of the model; gives the number of layers, `window_size` and `chunk_size`.
-
-    Example:
-        >>> cache = EvaByteCache(model.config)
-        >>> out = model(ids, cache=cache)
-        >>> cache.crop(-2)  # or a tensor with one number per sequence
     """
 
     layers: list[EvaCacheLayer]
     takes_trees = True
-    max_cache_len = -1
-    """Without limit; peft asks."""
+    max_cache_len = -1  # peft asks
 
     def __init__(self, config: EvaByteConfig) -> None:
         self.sequences = SequenceLengths(config.window_size, config.chunk_size)
@@ -517,27 +442,19 @@ class EvaByteCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """True tokens per sequence."""
         return list(self.sequences.lengths)
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences, or -1 before the first forward."""
         return len(self.sequences.lengths) or -1
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Roll back the last tokens.
-
-        Args:
-            tokens_to_remove: 0 or a negative int for all sequences, or a [B] tensor of such numbers.
+        """Roll back the last tokens, by 0 or a negative int for all sequences, or a [B] tensor of such numbers.
 
         Raises:
             ValueError: A positive number, or tokens whose raw keys were folded away (nothing has changed then).
         """
-        batch = len(self.lengths)
-        removed = [tokens_to_remove] * batch if isinstance(tokens_to_remove, int) else tokens_to_remove.tolist()
-        if len(removed) != batch:
-            raise ValueError(f"crop: tokens_to_remove has {len(removed)} numbers for {batch} sequences")
+        removed = torch.as_tensor(tokens_to_remove).expand(len(self.lengths)).tolist()
         self.sequences.crop([-count for count in removed])
 
     def keep_last(self, fed: int, kept: NewTokens, path: Tensor | None = None) -> None:
@@ -549,8 +466,7 @@ class EvaByteCache(Cache):
         self.sequences.keep_last(fed, kept)
 
     def clear_rejected(self) -> None:
-        """Write zeros in the place of all that was rolled back: attention multiplies it by 0, and 0 times NaN is
-        NaN."""
+        """Write zeros in the place of all that was rolled back: attention multiplies it by 0, NaN included."""
         sequences = self.sequences
         for row, (n, start) in enumerate(zip(sequences.lengths, sequences.starts)):
             for layer in self.layers:
@@ -558,22 +474,12 @@ class EvaByteCache(Cache):
                     buffer[row, :, start // sequences.chunk + n - start :] = 0
 
     def drop_padding(self, mask: Tensor) -> None:
-        """Roll back the tokens that plain decoding added to finished sequences, which the mask marks as padding.
-
-        Args:
-            mask: [B, columns], 0 for padding; its first columns are those of the cache.
-
-        Raises:
-            ValueError: Padding whose raw keys were summarised.
-        """
+        """Roll back the tokens that plain decoding added to finished sequences; `mask` [B, columns] is 0 there."""
         sequences = self.sequences
         real = mask[:, : self.get_seq_length()].sum(1).tolist()
         surplus = [max(n - own, 0) for n, own in zip(sequences.lengths, real)]
         if any(surplus):
-            try:
-                sequences.crop(surplus)
-            except ValueError as error:
-                raise ValueError(f"{CACHE}: padding is folded into summaries; leave it out") from error
+            sequences.crop(surplus)
             sequences.gaps = [gap + extra for gap, extra in zip(sequences.gaps, surplus)]
 
     def activate_past_recording(self) -> None:
@@ -581,16 +487,13 @@ class EvaByteCache(Cache):
         self.sequences.settled, self.sequences.record_past = self.lengths, True
 
     def reset(self) -> None:
-        """Empty the cache."""
         super().reset()
         self.sequences.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make sequence `beam_idx[r]` the new sequence r."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select the sequences `indices`, in that order; a boolean mask works too."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self.sequences.select(indices.tolist())
@@ -598,19 +501,8 @@ class EvaByteCache(Cache):
             layer.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times."""
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
 
 def _for_states(slots: Tensor, states: Tensor) -> Tensor:
-    """Return slots [R, k] as an index of states [R, H, T, d]."""
     return slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])  # [R, H, k, d]
-
-
-def _write(buffer: Tensor, states: Tensor, block: EvaBlock) -> None:
-    """Write states [R, H, M, d] after each sequence's past, in place."""
-    if block.is_uniform:
-        start = block.summaries[0] + block.offsets[0]
-        buffer[:, :, start : start + block.length] = states
-        return
-    buffer.scatter_(2, block.new_slots[:, None, :, None].expand_as(states), states.to(buffer.dtype))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
@@ -20,9 +24,10 @@ from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DrafterFacts
-from ...generation.tensors.masks import selected_positions
+from ...generation.tensors.masks import selected_positions, to_device
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS
+from ...generation.tensors.shared_models import call
+from ...generation.tensors.tensor_files import below, hub_options
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
@@ -31,33 +36,154 @@ from ..common.online import OnlineMixin
 from ..common.outputs import MTPOutput, OwnLossMixin
 from ..heads.attached import DraftLayersSession, HeadSession
 from ..heads.circuit_head import FFHead
-from ..heads.context import tables_of
+from ..heads.context import LeafContext, context_of, tables_of
+from ..heads.family import build_head, init_head
+from ..heads.layer import LayerAdapters
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
-from ..heads.registry import build_head, init_head
-from .backbone import EvaByteModel, EvaBytePreTrainedModel
+from ..heads.official import LAYERS, MTPC, load_tensors
+from ..heads.window_distribution import WindowDistribution
+from .backbone import EvaByteDecoderLayer, EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-from .heads import (
-    DraftLayersMixin,
-    EvaDraftLayers,
-    OwnAndDraftHeads,
-    install_published,
-    set_head_to_read,
-    set_tables,
-    split_state_dict,
-    with_layer,
-)
 
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
 
+class EvaDraftLayers(LayerAdapters):
+    """Adapters for every linear map of EvaByte's last k layers."""
+
+    def __init__(self, config: EvaByteConfig) -> None:
+        count = config.mtp_head.draft_layers
+        if count > config.num_hidden_layers:
+            raise ValueError(f"draft_layers={count}: the backbone has {config.num_hidden_layers} layers")
+        with torch.device("meta"):
+            shells = [EvaByteDecoderLayer(config, slot) for slot in range(count)]
+        super().__init__(shells, config.mtp_head)
+
+    def bind(self, body: EvaByteModel) -> Callable[..., Tensor]:
+        """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`."""
+        weights = self.weights(list(body.layers)[-len(self.adapters) :])
+        return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
+
+
+def install_published(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model the heads in a directory of MtPC's authors; if independent, without the first, its own `lm_head`."""
+    if not MTPC.recognises(folder, {}):
+        raise ValueError(f"{folder}: no model@N.pt of MtPC's authors")
+    fields, tensors = MTPC.read(folder)
+    made_for = {name: fields.pop(name) for name in ("hidden_size", "vocab_size")} | fields.pop("backbone_config", {})
+    for name, value in made_for.items():
+        if (own := getattr(model.config, name)) != value:
+            raise ValueError(f"{folder}: {name} of its backbone is {value}, and this backbone has {own}")
+    del fields["base_model_name_or_path"]
+    config = cast(EvaByteConfig, deepcopy(model.config))  # which also says how the layers attend
+    config.mtp_head = MTPHeadConfig(**fields)
+    config.validate()
+    adapters, what = below(tensors, LAYERS), f"{folder}: its tensors do not make {fields['head_type']!r} heads"
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYERS)}
+    layers = EvaDraftLayers(config) if adapters else None
+    if layers is not None:
+        load_tensors(layers, adapters, what)
+    sizes, window = (config.hidden_size, config.vocab_size), config.mtp_head.num_depths
+    is_independent = config.mtp_head.family.rows_of_lm_head
+    if is_independent:
+        tensors = {"weight": tensors["weight"][config.vocab_size :].clone()}  # [(n - 1) V, D]
+    with torch.device("meta"):
+        head = FFHead(*sizes, window - 1) if is_independent else build_head(config.mtp_head, *sizes)
+    load_tensors(head, tensors, what, assign=True)
+    own_head = cast(nn.Linear, model.get_output_embeddings())
+    parts = {"draft_layers": layers, "mtp_head": None if is_independent else head}
+    if is_independent:
+        parts["draft_heads"], config.num_pred_heads = head, window
+    for name, part in parts.items():
+        setattr(model, name, part if part is None else part.to(own_head.weight))
+    model.config.mtp_head, model.config.num_pred_heads = config.mtp_head, config.num_pred_heads
+
+
+def set_head_to_read(config: EvaByteConfig, name: str | PathLike | None, **hub: Any) -> bool:
+    """Set a config's head to the one that a directory holds; return whether only draft layers tell the two apart."""
+    wanted = config.mtp_head
+    stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
+    in_rows = wanted.family.rows_of_lm_head
+    is_stored = wanted.same_parameters(stored)
+    if not is_stored and not stored.family.rows_of_lm_head:
+        raise ValueError(f"{name} holds mtp_head={stored.options()}, not {wanted.options()}; load that one")
+    adds_layers = is_stored and not in_rows and wanted.draft_options() != stored.draft_options()
+    config.mtp_head = stored if in_rows or not is_stored or adds_layers else wanted
+    if config.mtp_head.family.rows_of_lm_head:
+        config.mtp_head.window = min(config.mtp_head.window or 0, config.num_pred_heads)
+    return adds_layers
+
+
+OWN, DRAFTS = "lm_head.weight", "draft_heads.weight"
+
+
+class OwnAndDraftHeads(nn.Module):
+    """The own head, which predicts the next token, and the draft heads after it, called like one `FFHead`."""
+
+    def __init__(self, own: nn.Module, drafts: FFHead | None, vocab_size: int) -> None:
+        super().__init__()
+        self.own, self.drafts, self.vocab_size = own, drafts, vocab_size
+
+    @property
+    def context(self) -> LeafContext | None:
+        return None if self.drafts is None else self.drafts.context
+
+    def forward(
+        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+    ) -> Tensor:
+        run = call if torch.is_grad_enabled() else nn.Module.__call__
+        if start and self.drafts is not None:
+            return run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1, None, start - 1)
+        own = run(self.own, hidden_states)[..., None, :]  # [..., 1, V]
+        if self.drafts is None or num_heads == 1:
+            return own
+        drafts = run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1)
+        return torch.cat([own, to_device(drafts, own.device)], dim=-2)[..., start:, :]
+
+
+def _split(weight: Tensor, config: EvaByteConfig) -> dict[str, Tensor]:
+    """Return the weights of the own head and of any draft heads from those of all heads [N V, D], by name."""
+    size = config.vocab_size
+    if config.num_pred_heads == 1 or len(weight) == size:
+        return {OWN: weight}
+    return {OWN: weight[:size].clone(), DRAFTS: weight[size:].clone()}
+
+
+def _split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+    if (weight := state_dict.get(prefix + OWN)) is not None:
+        parts = _split(weight, cast(EvaByteConfig, model.config))
+        state_dict |= {prefix + name: part for name, part in parts.items()}
+
+
+class SplitHeads(ConversionOps):
+    """Splits `lm_head.weight` of a checkpoint into the weights of the two modules, or joins them."""
+
+    def __init__(self, joins: bool = False) -> None:
+        self.joins = joins
+
+    def convert(
+        self, input_dict: dict[str, list[Tensor]], *args: object, model: PreTrainedModel, **kwargs: object
+    ) -> dict[str, Tensor]:
+        config = cast(EvaByteConfig, model.config)
+        parts = {name: weights[0] for name, weights in input_dict.items()}
+        if not self.joins:
+            return _split(parts[OWN], config)
+        if len(parts) == 2:
+            return {OWN: torch.cat([parts[OWN], parts[DRAFTS]])}
+        if config.num_pred_heads > 1 and not (DRAFTS in parts and config.tie_word_embeddings):
+            raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which are in another shard")
+        return parts
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return SplitHeads(not self.joins)
+
+
+register_checkpoint_conversion_mapping("evabyte", [WeightConverter(OWN, [OWN, DRAFTS], [SplitHeads()])], overwrite=True)
+
+
 class EvaByteForMTPC(
-    OwnLossMixin,
-    OnlineMixin,
-    WindowHeadMixin,
-    DraftLayersMixin,
-    StrictLoadingMixin,
-    MTPGenerationMixin,
-    EvaBytePreTrainedModel,
+    OwnLossMixin, OnlineMixin, WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
 ):
     """EvaByte that predicts several bytes per call and emits exactly what byte-by-byte decoding emits.
 
@@ -85,9 +211,9 @@ class EvaByteForMTPC(
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         drafts = config.num_pred_heads - 1
         self.draft_heads = FFHead(config.hidden_size, config.vocab_size, drafts) if drafts else None
-        self.register_load_state_dict_pre_hook(split_state_dict)
+        self.register_load_state_dict_pre_hook(_split_state_dict)
         self.mtp_head = self._circuit()
-        set_tables(self)
+        self._set_tables()
         self.draft_layers = EvaDraftLayers(config) if config.mtp_head.draft_layers else None
         self.post_init()
         self._freeze()
@@ -99,16 +225,11 @@ class EvaByteForMTPC(
 
         `mtp_head={...}` selects another head than the stored one: a smaller window of FF heads uses the first, a
         larger one appends new ones, and a circuit starts from stored FF heads (`set_head`).
-
-        Raises:
-            TypeError: An option of `mtp_head` that is no field of `MTPHeadConfig`.
-            ValueError: A directory of another architecture, missing tensors, wrong shapes, a damaged file, or a stored
-                circuit of another shape.
         """
         if isinstance(kwargs.get("mtp_head"), dict):
             check_options(kwargs["mtp_head"], MTPHeadConfig, "mtp_head", _APART)
         name = pretrained_model_name_or_path
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        hub = hub_options(kwargs)
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, kwargs.get("config"), **hub)
         config, kwargs = config_and_options(name, **kwargs)
@@ -132,9 +253,6 @@ class EvaByteForMTPC(
             folder: A directory with `model@N.pt` (the last one is read) and `config.yaml`.
             backbone: The model, which gets these heads in place of its own, or its directory or name on the Hub.
             **options: Of `from_pretrained`, for a backbone that is loaded here.
-
-        Raises:
-            ValueError: Tensors or settings that are not known, by name, or another backbone.
         """
         model = backbone if isinstance(backbone, EvaByteForMTPC) else cls.from_pretrained(backbone, **options)
         install_published(model, Path(folder))
@@ -144,7 +262,6 @@ class EvaByteForMTPC(
 
     @property
     def window(self) -> int:
-        """n: tokens that the head's distribution covers; a draft has n - 1."""
         return self.config.mtp_head.window or 0
 
     @property
@@ -161,12 +278,10 @@ class EvaByteForMTPC(
 
     @property
     def _silent_head(self) -> nn.Module:
-        """The head; nothing, where the own head is the only one."""
         return self.mtp_head or self.draft_heads or nn.Module()
 
     @property
     def drafting_part(self) -> nn.Module:
-        """See `OnlineMixin`; heads on draft layers, and the model's own, cannot learn apart from the backbone."""
         if self.draft_layers is not None or self.head is self.lm_head:
             what = "draft_layers" if self.draft_layers is not None else "no head but its own (num_pred_heads=1)"
             raise ValueError(f"drafter: an {type(self).__name__} with {what} does not learn online")
@@ -174,12 +289,10 @@ class EvaByteForMTPC(
 
     @property
     def head_config(self) -> MTPHeadConfig:
-        """Options of the head."""
         return self.config.mtp_head
 
     @property
     def whole_head(self) -> nn.Module:
-        """The module that gives the distribution of the whole window: the circuit, or all FF heads."""
         return self.mtp_head or self._all_heads
 
     def _parts(self) -> BackboneParts:
@@ -198,11 +311,6 @@ class EvaByteForMTPC(
 
         Args:
             **options: Fields of `MTPHeadConfig`; the window and draft layers are unchanged by default.
-
-        Raises:
-            TypeError: An option that is no field of `MTPHeadConfig`.
-            StrictDataclassError: Options out of range.
-            ValueError: Unembeddings larger than this machine's memory.
         """
         check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
@@ -224,9 +332,60 @@ class EvaByteForMTPC(
             if self.config.mtp_head.unembedding == "own":
                 rows = torch.cat([each.weight for each in (self.lm_head, self.draft_heads) if each is not None])
                 head.copy_leaves(rows.unflatten(0, (-1, self.config.vocab_size)))
-        set_tables(self, tables)
+        self._set_tables(tables)
         self.head.requires_grad_(True)
         self._freeze()
+
+    def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> EvaByteForMTPC:
+        """Add draft layers below the head, as in `MTPHeads`, or remove them (0); the backbone is frozen."""
+        old, changes = self.config.mtp_head, {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
+        self.config.mtp_head = MTPHeadConfig.from_dict(old.to_dict() | changes)
+        try:
+            self.draft_layers = self._layers(old)
+        except Exception:
+            self.config.mtp_head = old
+            raise
+        if self.draft_layers is not None:
+            self.train_only("drafter")
+        return self
+
+    def _layers(self, old: MTPHeadConfig) -> EvaDraftLayers | None:
+        if not self.config.mtp_head.draft_layers:
+            return None
+        if self.draft_layers is not None and old.draft_options() == self.config.mtp_head.draft_options():
+            return self.draft_layers
+        layers = EvaDraftLayers(self.config)
+        for module in layers.modules():
+            init_head(module, self.config.initializer_range)
+        return layers.to(self.lm_head.weight)
+
+    @property
+    def hidden_layers(self) -> list[int]:
+        return [-1] if self.draft_layers is None else [-1 - self.config.mtp_head.draft_layers, -1]
+
+    def features(
+        self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        states = hidden_states[self.hidden_layers[0]]
+        if self.draft_layers is None:
+            return states
+        run = self.draft_layers.bind(self.model)
+        return run(states.detach(), attention_mask=attention_mask, position_ids=position_ids)
+
+    def distribution(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> WindowDistribution:
+        wanted = {"use_cache": False, "output_hidden_states": self.hidden_layers}
+        states = self.model(input_ids, attention_mask, position_ids, **wanted).hidden_states
+        return self.distribution_of_features(self.features(states, attention_mask, position_ids))
+
+    def _set_tables(self, old: LeafContext | None = None) -> None:
+        """Give FF heads the tables of the config, a circuit alone its own; take over the `old` ones where they fit."""
+        if self.draft_heads is not None:
+            tables = context_of(self.config.mtp_head, self.config.vocab_size) if self.mtp_head is None else None
+            self.draft_heads.context = None if tables is None else tables.to(self.lm_head.weight)
+        if old is not None and (tables := tables_of(self.head)) is not None:
+            tables.take(old)
 
     def _append_heads(self, count: int) -> None:
         if count <= 0:
@@ -249,13 +408,7 @@ class EvaByteForMTPC(
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Resize embeddings and all heads; every head keeps its own rows, new ones are means, or drawn.
-
-        Raises:
-            ValueError: A head that cannot follow; nothing is changed.
-        """
-        if self.mtp_head is not None and not callable(getattr(self.mtp_head, "resize", None)):
-            raise ValueError(f"heads of head_type={self.config.mtp_head.head_type!r} cannot be resized")
+        """Resize embeddings and all heads; every head keeps its own rows, new ones are means, or drawn."""
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         for head in (self.draft_heads, self.mtp_head):
             if head is not None:
@@ -263,13 +416,7 @@ class EvaByteForMTPC(
         return embeddings
 
     def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
-
-        Draft heads next to a circuit draft nothing and are always frozen.
-
-        Raises:
-            ValueError: An unknown part, or all of a model with draft layers, which need a frozen backbone.
-        """
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen."""
         if part not in ("all", "drafter", "heads"):
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         if part == "all" and self.draft_layers is not None:
@@ -280,7 +427,6 @@ class EvaByteForMTPC(
         self._freeze()
 
     def _freeze(self) -> None:
-        """Freeze what never learns: draft heads that draft nothing, and the backbone below draft layers."""
         if self.draft_heads is not None and (self.mtp_head is not None or self.window == 1):
             self.draft_heads.requires_grad_(False)
         if self.draft_layers is not None:
@@ -306,24 +452,13 @@ class EvaByteForMTPC(
         """Return next-byte logits and, with labels, the discounted loss over all depths of the window.
 
         Args:
-            input_ids: [B, L] int64.
-            attention_mask: [B, past columns + L], 0 for padding.
-            position_ids: [B or 1, L]; only to mark packed documents (see `EvaByteModel`).
-            cache: Cache to continue and to extend.
-            inputs_embeds: [B, L, D] instead of `input_ids`.
+            input_ids: As for `EvaByteModel`, like all that is not named here.
             labels: [B, L] int64 as everywhere in transformers (shifted here, -100 ignored), or [B, L, n] with the
                 target of every depth spelled out (the official form).
-            use_cache: Return a cache.
             logits_to_keep: Compute logits of the last so many positions only (0: all), or of these positions.
             return_all_pred_logits: Logits of all N heads, [B, L, N, V].
-            num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
-            past_key_values: The older name of `cache`.
-            **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`;
-                `balance` [n], factors of the depths (`balance="rms"`); `cached_states` [B, L, 1, D], the last
-                hidden states from an earlier run: the backbone is then not run, and only the loss is returned.
-
-        Returns:
-            `logits` [B, L, V] in float32 where the config has `fp32_logits`, and the rest of `MTPOutput`.
+            num_items_in_batch: As for `MTPHeads`, like `shift_labels`, `balance` and `cached_states` [B, L, 1, D].
+            **kwargs: For the backbone.
         """
         shift_labels, balance = kwargs.pop("shift_labels", None), kwargs.pop("balance", None)
         learns = labels is not None or shift_labels is not None
@@ -333,7 +468,9 @@ class EvaByteForMTPC(
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
             return MTPOutput(**self._loss(hidden, hidden, targets, input_ids, counts, balance))
         if learns and self.draft_layers is not None:
-            kwargs["output_hidden_states"] = with_layer(self.hidden_layers[0], kwargs.get("output_hidden_states"))
+            wanted = kwargs.get("output_hidden_states") or []
+            indices = [wanted] if isinstance(wanted, int) else wanted
+            kwargs["output_hidden_states"] = wanted is True or [self.hidden_layers[0], *indices]
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -383,19 +520,17 @@ class EvaByteForMTPC(
         return dict(output) | dict(loss=output["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
     def loss_scale(self, first: float = 1.0) -> Tensor:
-        """See `WindowHeadMixin`; depth 1 of FF heads is the next-byte head, which has the weight 1."""
+        """Depth 1 of FF heads is the next-byte head, which has the weight 1."""
         scale = super().loss_scale(first)
         if self.mtp_head is None:
             scale[0] = float(self.loss_options.divergence != "block")
         return scale
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Return the draft session of one call of `generate`."""
         if self.draft_layers is None:
             return HeadSession(self.distribution_after, options)
         run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]
         return DraftLayersSession(self.distribution_after, options, layer, run, EvaByteCache(self.config))
 
     def own_cache(self) -> Callable[[], EvaByteCache]:
-        """Return the function that makes the cache with which `generate` starts."""
         return partial(EvaByteCache, self.config)

@@ -15,25 +15,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..common.remote_code import RemoteCodeTokenizerMixin
 
 Template = str | dict[str, str] | list[dict[str, str]] | None
-BYTE_OFFSET = 64
-"""The id of byte 0."""
+BYTE_OFFSET = 64  # the id of byte 0
 
+_NAMES = "<pad> <bos> <eos> <unk> <sep> <repo_name> <file_sep> <t2v_token> <v2t_token>"
+_CHAT_NAMES = "<|start_header_id|> <|end_header_id|> <|eot_id|>"
 SPECIAL_TOKENS: tuple[str, ...] = (
-    "<pad>",
-    "<bos>",
-    "<eos>",
-    "<unk>",
-    "<sep>",
-    "<repo_name>",
-    "<file_sep>",
-    "<t2v_token>",
-    "<v2t_token>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+    *f"{_NAMES} {_CHAT_NAMES}".split(),
     *(f"<extra_id_{index}>" for index in range(12, BYTE_OFFSET)),
 )
-"""The literals of ids 0 to 63, in order. `<extra_id_5>` to `<extra_id_11>` are plain text."""
+"""The literals of ids 0 to 63, in order."""
 
 CHAT_TEMPLATE = r"""
 {{- bos_token + '<|start_header_id|>system<|end_header_id|>\n\n' }}
@@ -80,11 +70,7 @@ class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizerFast):
     Args:
         eos_token: Ends a generation. Base models use `<eos>`, chat (SFT) models `<|eot_id|>`.
         chat_template: Jinja text; `CHAT_TEMPLATE` by default.
-        **kwargs: As for every tokenizer of transformers. `added_tokens_decoder` and `extra_special_tokens` may add
-            tokens from id 320 on; ids 0 to 63 are always the 64 specials, with any flags in a directory.
-
-    Raises:
-        ValueError: A named token that is no token, or an `added_tokens_decoder` that contradicts ids 0 to 319.
+        **kwargs: As for every tokenizer of transformers; tokens may be added from id 320 on.
 
     Example:
         >>> tokenizer = EvaByteTokenizer(eos_token="<|eot_id|>")
@@ -103,7 +89,7 @@ class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizerFast):
         kwargs = usual | kwargs | {"eos_token": eos_token, "chat_template": _marked_template(chat_template)}
         for name in ("auto_map", "vocab", "merges", "post_processor"):  # of the directory that is read
             kwargs.pop(name, None)
-        added = _own_tokens(kwargs.pop("added_tokens_decoder", None) or {})
+        added = {index: t for index, t in (kwargs.pop("added_tokens_decoder", None) or {}).items() if index > 319}
         known = {*_VOCABULARY, *map(str, added.values())}
         for name in (*usual, "eos_token"):
             if kwargs[name] is not None and str(kwargs[name]) not in known:
@@ -135,25 +121,13 @@ class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizerFast):
 
     def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs: object) -> str:
         ids, pieces = [token_ids] if isinstance(token_ids, int) else token_ids, dict(enumerate(self.token_bytes()))
-        if unknown := [index for index in ids if index not in pieces]:
-            raise ValueError(f"token id {unknown[0]} is outside the vocabulary: ids go from 0 to {len(pieces) - 1}")
         skipped = {*range(BYTE_OFFSET), *self.all_special_ids} if skip_special_tokens else ()
         return b"".join(pieces[index] for index in ids if index not in skipped).decode(errors="ignore")
 
 
-def _own_tokens(tokens: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """Return the tokens from id 320 on, and refuse others than the format's before them."""
-    names = {index: token for token, index in _VOCABULARY.items()}
-    for index, token in tokens.items():
-        if names.get(index, str(token)) != str(token):
-            raise ValueError(f"added_tokens_decoder: id {index} is {names[index]!r}, not {str(token)!r}")
-    return {index: token for index, token in tokens.items() if index not in names}
-
-
 def _marked_template(template: Template) -> Template:
     """Return our template in place of none or of the official unmarked one, else `template`."""
-    if template is None:
-        return CHAT_TEMPLATE
-    if isinstance(template, str) and hashlib.sha256(template.strip().encode()).hexdigest() == _UNMARKED_TEMPLATE_SHA256:
+    text = template.strip().encode() if isinstance(template, str) else b""
+    if template is None or hashlib.sha256(text).hexdigest() == _UNMARKED_TEMPLATE_SHA256:
         return CHAT_TEMPLATE
     return template

@@ -1,10 +1,9 @@
 """Heads apart from their backbone: a small directory that makes any plain causal LM speculate; and their drafts.
 
 The heads have the backbone only while attached to it, and save their own tensors alone. One hidden state describes the
-next n tokens. Heads that attend (a decoder layer per head, or one before them, Hydra++) and draft layers whose cache
-knows how long every sequence is (EvaByte) have caches of verified tokens only: drafts never enter them. A verified
-block is read as far as the most new tokens of any sequence; columns after a sequence's own are seen by nobody and
-overwritten by the next block, or leave the cache at once.
+next n tokens. Heads that attend (a decoder layer per head, or one before them, Hydra++) and draft layers have caches of
+verified tokens only: drafts never enter them. A verified block is read as far as the most new tokens of any sequence;
+columns after a sequence's own are seen by nobody and overwritten by the next block, or leave the cache at once.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from ...configuration.head_families import HEAD_FAMILIES
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import adopt_fields
-from ...generation.backbone.cache import block_mask
-from ...generation.backbone.drafting import drafter_layout, of_accepted
+from ...generation.backbone.cache import block_mask, drafter_layout, of_accepted
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chosen, warped
 from ...generation.call.sequences import Sequences
@@ -47,44 +45,30 @@ from ...generation.tensors.masks import cached_arange, to_device
 from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import check_whole
-from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import untyped, unwrap
+from ...generation.tensors.tensor_files import Fields, read_json
+from ...generation.tensors.wrapped_models import input_embeddings, untyped, unwrap
 from ...generation.trees.growth import grow
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
 from ..common.outputs import MTPOutput
-from .context import make_table
-from .conversion import (
-    backbone_from_official,
-    check_fit,
-    engine_layout,
-    export_head,
-    heads_from_official,
-    refuse_published,
-)
-from .family import FAMILIES, HeadFamily, last_state
-from .layer import BoundLayers, DraftLayers, LayerAdapters, new_layers
+from .context import tables_of
+from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
+from .layer import DraftLayers, LayerAdapters, new_layers
 from .losses import depth_targets, head_loss
-from .registry import build_head, config_of_backbone, distribution_after, init_head
+from .official import backbone_from_official, engine_layout, export_head, heads_from_official, published_layout
 from .window_distribution import PartialDistribution, WindowDistribution
 
 
 class HeadSession(DraftSession):
     """Drafts from the window distribution of a head, conditioned on the token that the last verification added.
 
-    The distribution comes from the hidden state just before that token, so that one backbone call verifies a draft and
-    yields the state for the next. Greedy drafts are argmaxes of the exact conditionals. Where the target is warped by
-    processors of scores alone (temperature, top-k, top-p, ...), each conditional is warped in the same way before a
-    token is drawn from it. The verifier gets the distributions that the tokens were really drawn from.
+    The distribution comes from the hidden state just before that token. Greedy drafts are argmaxes of the exact
+    conditionals. Where the target is warped by processors of scores alone, each conditional is warped in the same way
+    before a token is drawn from it. The verifier gets the distributions that the tokens were really drawn from.
 
-    Args:
-        distribution: From features [..., F] of one position, the token [...] after it and a number to the distribution
-            of the next so many tokens.
-        options: Of the call.
-        hidden_layers: The states that features are made from.
-        read: Makes features [B, T, F] from the backbone's hidden states; the last states if None.
-        vocabulary: The tokens that may be drafted; None: all.
+    `distribution` makes that of the next so many tokens from features [..., F] of one position and the token after it;
+    `read` makes features [B, T, F] from the backbone's states at `hidden_layers` (None: the last).
     """
 
     supports_confidence_threshold, takes_fixed = True, True
@@ -99,17 +83,15 @@ class HeadSession(DraftSession):
     ) -> None:
         self.distribution, self.options, self.hidden_layers = distribution, options, hidden_layers
         self.vocabulary = vocabulary
-        self.read: Callable[..., Tensor] = read or _last
+        self.read: Callable[..., Tensor] = read or (lambda hidden_states: hidden_states[-1])
         self.num_tokens = options.num_tokens
         self.column = 0 if vocabulary is None else int(vocabulary.ids[0])  # which distributions have, if they have any
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Take the state before the first new token."""
         self.view = view
         self.hidden = view.held("heads.hidden", self.read(outputs.hidden_states)[:, -1])  # [B, F]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return a chain or a tree after every sequence, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
@@ -125,8 +107,7 @@ class HeadSession(DraftSession):
     def _chain(
         self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return up to `length` tokens, and their distributions where drawn, up to one of which no sequence was
-        sure."""
+        """Return up to `length` tokens, up to one of which no sequence is sure, and their distributions where drawn."""
         options = self.options
         if masks is not None:
             draft, probs = distribution.draft(partial(self._choose_within, masks), length)
@@ -144,9 +125,11 @@ class HeadSession(DraftSession):
         return draft[:, :length], probs[:, :length] if options.do_sample else None
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Take the state before each sequence's last token; any state where it has ended."""
-        states = self.read(outputs.hidden_states or ())
-        before = cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)
+        self._take(self.read(outputs.hidden_states or ()), result.num_accepted)
+
+    def _take(self, states: Tensor, columns: Tensor) -> None:
+        """Take the state of [B, T, F] before each sequence's last token, in its column; any where it has ended."""
+        before = cached_arange(len(states), states.device), to_device(columns, states.device)
         self.hidden = self.view.held("heads.hidden", states[before])  # [B, F]
 
     def _note(self, probs: Tensor) -> None:
@@ -171,18 +154,13 @@ class HeadSession(DraftSession):
         return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)  # [B, n], [B, n, V]
 
     def coverage(self, tokens: Tensor) -> float | None:
-        """Return the share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
 
 class WindowGrowth:
     """Grows a tree by the exact conditionals of a window distribution.
 
-    Where positions are independent, all nodes of a level have the same children; else every path has its own.
-
-    Args:
-        distribution: Of the tokens after the bonus token, with axes [B, 1].
-        last: [B, 1] int64, the bonus token.
+    `distribution` has the axes [B, 1], and `last`, the token before its window, is [B, 1] int64.
     """
 
     draft_ids: Tensor | None = None
@@ -202,10 +180,6 @@ class WindowGrowth:
         return self.next(self.paths)
 
 
-def _last(hidden_states: tuple[Tensor, ...]) -> Tensor:
-    return hidden_states[-1]
-
-
 class AttendingHeadSession(HeadSession):
     """The drafts of one call of attached heads, whose features `read` makes with a cache."""
 
@@ -214,11 +188,7 @@ class AttendingHeadSession(HeadSession):
         self.cache = DynamicCache()
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored.
-
-        Raises:
-            ValueError: A backbone whose cache shows no columns.
-        """
+        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored."""
         if not view.has_columns:
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
         size = outputs.hidden_states[-1].shape[1]
@@ -230,7 +200,6 @@ class AttendingHeadSession(HeadSession):
         self.layout.block_offset = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Run over the new tokens."""
         new = self.view.new_tokens
         if self.view.is_fixed:
             size = outputs.logits.shape[1]
@@ -240,9 +209,7 @@ class AttendingHeadSession(HeadSession):
             return
         else:
             states, last = outputs.first(size), result.num_accepted.clamp(max=size - 1)  # an ended one's is any
-        features = self._run(states, size)  # [B, T, F]
-        ends = cached_arange(len(features), features.device), to_device(last, features.device)
-        self.hidden = self.view.held("heads.hidden", features[ends])  # [B, F]
+        self._take(self._run(states, size), last)
         self.layout.keep(new)
 
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
@@ -252,14 +219,9 @@ class AttendingHeadSession(HeadSession):
 
 
 class DraftLayersSession(HeadSession):
-    """The drafts of one call.
+    """The drafts of one call of heads on draft layers whose cache knows how long every sequence is (EvaByte).
 
-    Args:
-        distribution: See `HeadSession`.
-        options: Of the call.
-        layer: Index of the backbone's state that the layers read.
-        run: From such states [B, T, D], `attention_mask` and `cache` to features [B, T, F]; extends the cache.
-        cache: Empty.
+    `run` makes features [B, T, F] of the backbone's states [B, T, D] at `layer`, and extends `cache`.
     """
 
     takes_fixed = False
@@ -276,21 +238,17 @@ class DraftLayersSession(HeadSession):
         self.layer, self.run, self.cache = layer, run, cache
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored."""
         states, self.view = outputs.hidden_states[self.layer], view
         mask = None if view.mask is None else view.mask[:, -states.shape[1] :]  # [B, L]
         self.hidden = self.run(states, attention_mask=mask, cache=self.cache)[:, -1]  # [B, F]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Run over the new tokens."""
         new = self.view.new_tokens
         if new.longest == 0:
             return
         features = self.run(outputs.state(self.layer)[:, : new.longest], cache=self.cache)  # [B, T, F]
         self.cache.keep_last(new.longest, new)
-        # a sequence that has ended keeps any
-        last = to_device(result.num_accepted.clamp(max=new.longest - 1), features.device)
-        self.hidden = features[cached_arange(len(features), features.device), last]  # [B, F]
+        self._take(features, result.num_accepted.clamp(max=new.longest - 1))
 
 
 class MTPHeads(WindowHeadMixin, DraftModel):
@@ -298,16 +256,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
     batch size, greedy and sampled, with the options of `MTPGenerationMixin`. `Trainer(model=heads)` trains them on the
-    frozen backbone.
-
-    Args:
-        config: Head options, with `window`, `hidden_size` and `vocab_size`.
-
-    Attributes:
-        window: n: tokens that the distribution covers; a draft has n - 1.
-
-    Raises:
-        ValueError: A config without those three.
+    frozen backbone. The config has `window`, `hidden_size` and `vocab_size`.
 
     Example:
         >>> heads = MTPHeads.from_backbone(backbone, window=4)
@@ -355,10 +304,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             draft_ids: [Vd] distinct ids of the only tokens that are drafted (see `frequent_tokens`); None: all, or the
                 first `draft_vocab_size`.
             **options: Further fields of `MTPHeadConfig`.
-
-        Raises:
-            ValueError: `draft_ids` out of range or not distinct.
-            TypeError: An option that is no field of `MTPHeadConfig`.
         """
         backbone = unwrap(backbone)
         if draft_ids is not None:
@@ -379,18 +324,14 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return BackboneParts(self.backbone, self.draft_vocabulary) if self.is_attached else None
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
-        """Recompute layers of heads in backward; the loss is always chunked.
-
-        Never re-entrant, even on request: states of a frozen backbone need no gradient, and nothing would learn.
-        """
+        """Never re-entrant, even on request: states of a frozen backbone need no gradient, and nothing would learn."""
         if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
             super()._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
 
     def get_input_embeddings(self) -> None:
-        """Return None: heads have no embeddings (FSDP2 would shard them apart)."""
+        """Return None (FSDP2 would shard them apart)."""
 
     def without_code(self) -> str | None:
-        """Return why no code can be saved with heads of a family that was registered elsewhere."""
         known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
         return super().without_code() if self.family.is_built_in else known
 
@@ -415,9 +356,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
                 should differ, as `loss_options`.
 
-        Returns:
-            The heads, attached if there is a backbone, else in the dtype of their tensors.
-
         Raises:
             ValueError: An unknown layout or field, unknown or missing tensors, a pickle of more than tensors, another
                 backbone.
@@ -427,9 +365,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @classmethod
     def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
-        """Refuse a directory that `from_official` reads, with that name, and others as every class does."""
-        if config is None:
-            refuse_published(name, cls)
+        folder = Path(str(name))
+        fields = read_json(folder / "config.json")
+        is_own = config is not None or fields.get("model_type") == MTPHeadConfig.model_type or not folder.is_dir()
+        if not is_own and published_layout(folder, fields) is not None:
+            raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
         super().check_model_type(name, config, **hub)
 
     @classmethod
@@ -458,28 +398,25 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             export_head(self.config, self.head.state_dict(), lambda: self.backbone, directory, layout)
 
     def export_to(self, engine: str, folder: Path) -> Fields:
-        """See `BaseDrafter`: in vLLM's Medusa layout, or as they are saved, for a class of vLLM's user to read."""
-        is_held = engine_layout(self.config, engine) is not None
-        if is_held:
-            self.export(folder, engine)
-        else:
+        if engine_layout(self.config, engine) is None:
             self.save_pretrained(folder)
-        method = "medusa" if is_held else "custom_class"
-        return {"method": method, "num_speculative_tokens": self.config.num_depths - 1}
+            return {"method": "custom_class", "num_speculative_tokens": self.config.num_drafts}
+        self.export(folder, engine)
+        return {"method": "medusa", "num_speculative_tokens": self.config.num_drafts}
 
     def made_for(self) -> Mapping[str, object]:
         vocabulary = {} if self.config.vocab_size is None else {"vocab_size": self.config.vocab_size}
         return {"hidden_size": self.config.hidden_size} | vocabulary
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone with another hidden size or vocabulary."""
         super().check_backbone(backbone)
-        check_fit(self._expected_embedding, self.hidden_layers, backbone)
+        own, expected = input_embeddings(backbone).weight, self._expected_embedding
+        if expected is not None and not own.is_meta and not torch.allclose(expected.to(own), own, atol=1e-3):
+            raise ValueError(f"{type(backbone).__name__} has other embeddings than these heads were trained on")
         if self.draft_layers is not None:
             check_whole(backbone, f"draft_layers={self.config.draft_layers}")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device, and adopt its special ids."""
         dtype = backbone.dtype if backbone.dtype.is_floating_point else None
         untyped(self).to(device=compute_device(backbone), dtype=dtype)
         adopt_fields(self.config, backbone)
@@ -490,11 +427,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         self._expected_embedding = None
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Return the draft session of one call of `generate`."""
         family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
         parts = BackboneParts(self.backbone, part)
         after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
-        make_table(self.head)
+        if (tables := tables_of(self.head)) is not None:
+            tables.table()  # recorded drafts read it where it lies
         reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
         if self.draft_layers is None and reads_last:  # features are the states, and there is no cache
             return HeadSession(after, options, [-1], vocabulary=part)
@@ -520,12 +457,10 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @property
     def head_config(self) -> MTPHeadConfig:
-        """The whole configuration."""
         return self.config
 
     @property
     def whole_head(self) -> nn.Module:
-        """The head."""
         return self.head
 
     @property
@@ -550,28 +485,17 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         summaries: Tensor | None = None,
         **kwargs: object,
     ) -> MTPOutput:
-        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
+        """Return the loss on the states that `learning_layers` names, [B, L, d] each; see `forward` and `head_loss`.
 
-        `counts` are targets per depth of an update, [n]; `summaries` is `cached_summaries`; `first` is the weight of
-        depth 1, 0 where the backbone learns it itself.
+        `first` is the weight of depth 1, 0 where the backbone learns it itself.
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
         targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
-        output = head_loss(
-            self.head,
-            self.config,
-            self.features(states, attention_mask, position_ids),
-            targets,
-            input_ids,
-            counts,
-            self._parts(),
-            states[-1] if self.config.loss_target == "teacher" else None,
-            self.loss_scale(first),
-            balance,
-            self.draft_vocabulary,
-            summaries,
-        )
+        features, scale = self.features(states, attention_mask, position_ids), self.loss_scale(first)
+        last = states[-1] if self.config.loss_target == "teacher" else None
+        inputs = features, targets, input_ids, counts, self._parts(), last, scale, balance
+        output = head_loss(self.head, self.config, *inputs, self.draft_vocabulary, summaries)
         output.logits = logits
         return output
 
@@ -588,8 +512,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
-        if self.attends:
-            raise ValueError(f"draft_layers={count}: {self.config.head_type} heads have their own decoder layers")
         own = next(self.head.parameters())
         self.draft_layers = new_layers(self.config, self.backbone, count, rank, alpha).to(own.device, own.dtype)
         return self
@@ -605,15 +527,15 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-        layers: BoundLayers | None = None,
+        layers: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Return the features of the distribution of every position, [B, T, F].
 
         Args:
-            hidden_states: The backbone's output of that name, with those that `hidden_layers` names (or a mapping).
+            hidden_states: The backbone's, those that `hidden_layers` names, [B, T, d] by index.
             attention_mask: [B, past + T], 0 for padding.
             position_ids: [B or 1, T]; None: the real tokens are counted.
-            cache: The heads' own keys and values of earlier positions, where they attend; extended.
+            cache: Keys and values of earlier positions, where heads attend; extended.
             layers: The draft layers, where they are bound already.
         """
         if position_ids is None and self.attends:
@@ -630,15 +552,9 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     def distribution(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> WindowDistribution:
-        """Return the distributions of the next `window` tokens after every position; runs the backbone.
+        """Return the distributions, with leading axes [B, T], of the next `window` tokens after every position.
 
-        Args:
-            input_ids: [B, T] int64.
-            attention_mask: [B, T], 0 for padding, on either side.
-            position_ids: [B or 1, T]; None: the real tokens are counted.
-
-        Returns:
-            A distribution whose tensors have leading axes [B, T].
+        It runs the backbone on `input_ids` [B, T]; `attention_mask` [B, T] is 0 for padding on either side.
         """
         outputs = self._run_backbone(input_ids, attention_mask, position_ids)
         features = self.features(outputs.hidden_states, attention_mask, position_ids)

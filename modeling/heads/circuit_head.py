@@ -16,43 +16,50 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ...configuration.head_families import BTREE, CP, FF, HMM, HeadFamilyFacts
+from ...configuration.head_families import BTREE, CP, FF, HMM
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.shared_models import call
 from ...generation.tensors.tensor_files import Fields, Tensors
-from ..common.backbone_parts import BackboneParts, output_embeddings, required
+from ..common.backbone_parts import output_embeddings, required
 from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution
 from .context import LeafContext, context_of, resized
-from .family import FAMILIES, Circuit, Directory, HeadFamily, HeadLayout, register
-from .official import MTPC
+from .family import FAMILIES, Circuit, Directory, HeadFamily, HeadLayout, Parts, register
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 
 
-class FFHead(nn.Module):
-    """Independent linear heads in the released EvaByte parametrisation: one matrix, head-major.
+class LeafHead(nn.Module):
+    """N = `num_heads` independent heads over V = `vocab_size` tokens, and the tables of tokens that they read."""
 
-    Rows h V .. (h + 1) V - 1 of `weight` [N V, D] belong to head h, which predicts x_{t+1+h}.
-
-    Args:
-        hidden_size: D.
-        vocab_size: V.
-        num_heads: N.
-    """
-
-    def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
+    def __init__(self, vocab_size: int, num_heads: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.context: LeafContext | None = None
 
+    @torch.no_grad()
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Change the number of token ids; new rows of a head are drawn, or the mean of its rows (None)."""
+        self.vocab_size = vocab_size
+        if self.context is not None:
+            self.context.resize(vocab_size, std)
+
+
+class FFHead(LeafHead):
+    """Independent linear heads in the released EvaByte parametrisation: one matrix, head-major.
+
+    Rows h V .. (h + 1) V - 1 of `weight` [N V, D] belong to head h, which predicts x_{t+1+h}.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
+        super().__init__(vocab_size, num_heads)
+        self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
+
     def forward(
-        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+        self, hidden_states: Tensor, num_heads: int | None = None, backbone: Parts = None, start: int = 0
     ) -> Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
 
-        The first `num_heads` heads are evaluated (all by default), without the first `start` (not in training). The
-        backbone is not needed.
+        The first `num_heads` heads are evaluated (all by default), without the first `start`.
         """
         count = self.num_heads if num_heads is None else num_heads
         weight = self.weight
@@ -61,74 +68,48 @@ class FFHead(nn.Module):
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
     def append(self, more: FFHead) -> None:
-        """Append other heads."""
         self.weight = nn.Parameter(torch.cat([self.weight.detach(), more.weight.detach()]))
         self.num_heads += more.num_heads
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids; new rows of a head are drawn, or the mean of its rows (None)."""
         rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))  # [N, V, D]
         rows = resized(rows, vocab_size, std).flatten(0, 1)  # [N V', D]
-        self.weight, self.vocab_size = nn.Parameter(rows, self.weight.requires_grad), vocab_size
-        if self.context is not None:
-            self.context.resize(vocab_size, std)
+        self.weight = nn.Parameter(rows, self.weight.requires_grad)
+        super().resize(vocab_size, std)
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw the weights from N(0, std^2)."""
         init.normal_(self.weight, std=std)
 
 
-class SharedHead(nn.Module):
+class SharedHead(LeafHead):
     """Independent heads on a shared, frozen unembedding W: logits of head i are W A_i h, with A_i = I at the start.
 
     Memory: N d^2 parameters, independent of the vocabulary.
-
-    Args:
-        hidden_size: d.
-        vocab_size: V.
-        num_heads: N.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
-        super().__init__()
-        self.vocab_size, self.num_heads = vocab_size, num_heads
-        self.context: LeafContext | None = None
+        super().__init__(vocab_size, num_heads)
         self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
 
     def forward(
-        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+        self, hidden_states: Tensor, num_heads: int | None = None, backbone: Parts = None, start: int = 0
     ) -> Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`."""
         maps = self.maps[start:num_heads]
         return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
-    def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids, with the backbone's unembedding; maps have none."""
-        self.vocab_size = vocab_size
-        if self.context is not None:
-            self.context.resize(vocab_size, std)
-
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Make every map the identity (`std` is not read): then every head is the backbone's own."""
         init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
 
 
 def vllm_fields(config: MTPHeadConfig, **values: Any) -> Fields:
     """Return the `config.json` of heads that vLLM runs with its own Medusa class."""
-    return {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.vocab_size,
-        "num_heads": config.num_drafts,
-        "max_paths": 64,
-        "topk": 10,
-        **values,
-    }
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_heads": config.num_drafts}
+    options = {"truncated_vocab_size": config.vocab_size, "max_paths": 64, "topk": 10}
+    return {"architectures": ["MedusaModel"], "model_type": "medusa"} | sizes | options | values
 
 
 def check_vllm_unembedding(backbone: PreTrainedModel) -> Tensor:
@@ -155,12 +136,7 @@ def _read_vllm(directory: Path) -> Directory:
 
 
 def _distribution(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: Tensor,
-    backbone: BackboneParts | None,
-    start: int = 0,
-    stop: int | None = None,
+    head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
 ) -> WindowDistribution:
     run = partial(call, head) if torch.is_grad_enabled() else head  # without gradients, hooks of units do no harm
     logits = run(features, config.num_depths if stop is None else stop, backbone, start)
@@ -168,12 +144,7 @@ def _distribution(
 
 
 def factorised_distribution(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: Tensor,
-    backbone: BackboneParts | None,
-    start: int = 0,
-    stop: int | None = None,
+    head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
 ) -> WindowDistribution:
     """Return the distribution of a module whose forward returns `leaf_logits` of independent positions."""
     return FactorisedDistribution(exact(call(head, features, backbone, start, stop)["leaf_logits"]))
@@ -195,10 +166,7 @@ register(
         _build,
         _distribution,
         is_independent=True,
-        layouts=[
-            HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm),
-            MTPC,
-        ],
+        layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm)],
         circuit=Circuit(FactorisedDistribution, ()),
     )
 )
@@ -210,11 +178,6 @@ class CircuitHead(nn.Module):
     Memory in parameters: leaves n r V d (`unembedding="own"`) or n r d^2 (`"shared"`), with `leaf_size` n V d or n d^2,
     and n r L d + V L; sum weights z r d with z sums, where CP has z = 1, HMM 1 + (n - 1) r (1 + r if homogeneous) and
     BTree 1 + (n - 2) r; z r if not contextual.
-
-    Args:
-        config: Head options.
-        hidden_size: d.
-        vocab_size: V.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -225,31 +188,21 @@ class CircuitHead(nn.Module):
         count = config.num_depths * self.per_position
         self.leaf = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, count)
         self.state_leaves = None if config.leaf_size is None else StateLeaves(config, hidden_size, vocab_size)
+        counts = self.circuit.sum_counts(config.num_depths)
+        self.num_sum_matrices = counts[-1] if config.homogeneous else counts[0]  # [r, r] sums besides the root
         sums = config.rank * (1 + config.rank * self.num_sum_matrices)
         self.sum_bias = nn.Parameter(torch.zeros(sums))
         self.sum_weight = nn.Parameter(torch.zeros(sums, hidden_size)) if config.contextual else None
 
     @property
     def circuit(self) -> Circuit:
-        """The record of the family's parameters."""
         return _circuit(self.config.head_type)
 
-    @property
-    def num_sum_matrices(self) -> int:
-        """Number of [r, r] sums besides the root: transitions of an HMM, inner nodes of a BTree."""
-        counts = self.circuit.sum_counts(self.config.num_depths)
-        return counts[-1] if self.config.homogeneous else counts[0]
-
-    def forward(
-        self, hidden_states: Tensor, backbone: BackboneParts | None = None, stop: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return the parameters of the distribution given hidden states [..., d].
+    def forward(self, hidden_states: Tensor, backbone: Parts = None, stop: int | None = None) -> dict[str, Tensor]:
+        """Return the parameters of the distribution given hidden states [..., d], as `circuit_from_logits` takes them.
 
         With `stop`, only the leaves of so many first positions are computed, and the others are uniform, on which no
-        distribution of earlier tokens depends. The backbone's unembedding is not needed with `unembedding="own"`.
-
-        Returns:
-            `leaf_logits` [..., n, r, V], `root_logits` [..., r] and others of the family (`circuit_from_logits`).
+        distribution of earlier tokens depends.
         """
         rank = self.config.rank
         sums = self.sum_bias.expand(*hidden_states.shape[:-1], -1)
@@ -271,7 +224,7 @@ class CircuitHead(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw sum weights whose logits vary over contexts (deviation 0.5; `std` is not read): states differ."""
+        """Draw sum weights whose logits vary over contexts (deviation 0.5): states differ."""
         if self.sum_weight is not None:
             init.normal_(self.sum_weight, std=0.5 * self.sum_weight.shape[1] ** -0.5)
         bias = torch.zeros_like(self.sum_bias) if self.config.contextual else torch.randn_like(self.sum_bias) * 0.5
@@ -282,7 +235,6 @@ class CircuitHead(nn.Module):
         init.copy_(self.sum_bias, bias)
 
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids, see `FFHead.resize`."""
         self.leaf.resize(vocab_size, std)
         for part in (self.state_leaves, self.context):
             if part is not None:
@@ -297,13 +249,7 @@ class CircuitHead(nn.Module):
 
 
 class StateLeaves(nn.Module):
-    """What tells the leaves of a position's states apart (`leaf_size`): logits U A h, small maps A, one U for all.
-
-    Args:
-        config: Head options.
-        hidden_size: d.
-        vocab_size: V.
-    """
+    """What tells the leaves of a position's states apart (`leaf_size`): logits U A h, small maps A, one U for all."""
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -321,21 +267,18 @@ class StateLeaves(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw maps that keep the deviation of the states' entries (`std` is not read); U is 0: states are alike."""
         init.normal_(self.maps, std=self.maps.shape[1] ** -0.5)
         init.zeros_(self.weight)
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids, see `FFHead.resize`."""
         self.weight = nn.Parameter(resized(self.weight, vocab_size, std), self.weight.requires_grad)
 
 
 def persistence(rank: int) -> float:
-    """Return the number that, added to the diagonal of random logits [r, r], makes the mean of their softmax's 0.85.
+    """Return what, added to the diagonal of random logits [r, r] of deviation 0.5, makes their softmax's mean 0.85.
 
-    For logits of deviation 0.5: equal ones need log(0.85 / 0.15 (r - 1)), and noise takes 0.2 from that, as it raises
-    the sum of the others and flattens the mean.
+    Equal logits need log(0.85 / 0.15 (r - 1)), and noise takes 0.2 from that.
     """
     return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2
 
@@ -358,9 +301,6 @@ def circuit_from_logits(
         trans_logits: [..., n - 1 or 1, r, r].
         node_logits: [..., n - 2, r, r]; None for n = 2.
         dtype: Of the arithmetic and of what the distribution returns. Models use float32.
-
-    Raises:
-        ValueError: An unknown `head_type`, or parameters that the family lacks or does not have.
 
     Example:
         >>> distribution = circuit_from_logits("cp", root_logits=torch.zeros(3), leaf_logits=torch.zeros(4, 3, 10))
@@ -389,23 +329,16 @@ def _circuit(head_type: str) -> Circuit:
 
 
 def _circuit_distribution(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: Tensor,
-    backbone: BackboneParts | None,
-    start: int = 0,
-    stop: int | None = None,
+    head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
 ) -> WindowDistribution:
     parameters = call(head, features, backbone, stop)
     dtype = exact(parameters["leaf_logits"][..., :0]).dtype
     return circuit_from_logits(config.head_type, dtype=dtype, **parameters)
 
 
-def circuit_family(facts: HeadFamilyFacts, circuit: Circuit) -> HeadFamily:
-    """Return the record of a family of circuits whose parameters `CircuitHead` makes."""
-    return HeadFamily(facts, CircuitHead, _circuit_distribution, circuit=circuit)
-
-
-register(circuit_family(CP, Circuit(MixtureDistribution)))
-register(circuit_family(HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), lambda n: (n - 1, 1), True)))
-register(circuit_family(BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), lambda n: (max(n - 2, 0),))))
+for facts, circuit in (
+    (CP, Circuit(MixtureDistribution)),
+    (HMM, Circuit(ChainDistribution, ("root_logits", "trans_logits"), lambda n: (n - 1, 1), True)),
+    (BTREE, Circuit(TreeDistribution, ("root_logits", "node_logits"), lambda n: (max(n - 2, 0),))),
+):
+    register(HeadFamily(facts, CircuitHead, _circuit_distribution, circuit=circuit))

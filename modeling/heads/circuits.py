@@ -6,10 +6,7 @@ state to the node's. Position i emits from the latent that owns it.
 
 A mixture (CP) has one latent, an HMM a chain of them, a BTree a balanced binary tree. Its nodes are numbered in level
 order, 0 being the root; a span of m positions splits into floor(m / 2) and the rest, and a position hangs on the latent
-of the node that splits it off. All is computed by level of a perfect tree.
-
-Texts are evaluated in log space, with gradients. Drafts are made in linear space, where every operation counts: on an
-accelerator each is a launch.
+of the node that splits it off. Texts are evaluated in log space, with gradients; drafts are made in linear space.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import count
-from typing import TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ...generation.tensors.masks import made_once, numbers
+from ...generation.tensors.masks import numbers
 from ...generation.tensors.sampling import exponentials
 from .window_distribution import (
     Choose,
@@ -44,19 +41,11 @@ from .window_distribution import (
 Walk = Generator[Tensor, Tensor, Tensor | None]
 """Yields the probabilities [..., v] of a position; is sent the chosen token [...]."""
 Scale = Callable[[Tensor], Tensor]
-Own = TypeVar("Own", bound="LatentDistribution")
 
 
 @dataclass(frozen=True)
 class Semiring:
-    """The arithmetic of weights: `LOG` or `LINEAR`.
-
-    Args:
-        one: Weight of what is certain.
-        times: Product of weights.
-        cumulated: Products of all weights up to each.
-        moved: Weights [..., r] times probabilities [..., r, r].
-    """
+    """The arithmetic of weights, `LOG` or `LINEAR`; `moved` takes weights [..., r] times probabilities [..., r, r]."""
 
     one: float
     times: Callable[[Tensor, Tensor], Tensor]
@@ -89,17 +78,10 @@ _RANGE = 60.0
 
 
 class LatentDistribution(WindowDistribution):
-    """What circuits share: all follows from the weight of the owner's state before each position.
-
-    Args:
-        root_logits: [..., r].
-        leaf_logits: [..., n, r, v].
-
-    Attributes:
-        reader: The tokens that leaves read while drafting; None: they read none.
-    """
+    """What circuits share: all follows from the weight of the owner's state before each position."""
 
     reader: TokenReader | None = None
+    """The tokens that leaves read while drafting."""
 
     def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
         self.root_logits, self.leaf_logits, self._all_leaves = root_logits, leaf_logits, leaf_logits
@@ -121,8 +103,8 @@ class LatentDistribution(WindowDistribution):
         """
 
     @abstractmethod
-    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Rows [..., R, r] from which states are drawn, for every state before them, and factors of them, if any."""
+    def _tables(self, known: list[Tensor]) -> Tensor:
+        """Rows [..., R, r] from which states are drawn, for every state before them."""
 
     @abstractmethod
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
@@ -142,11 +124,7 @@ class LatentDistribution(WindowDistribution):
 
     @cached_property
     def _leaves(self) -> tuple[Tensor, Tensor]:
-        """Leaves [..., n, r, v] in log space, and the log of what they sum to, [..., n, r] or 0.
-
-        Where a gradient is wanted they are normalised: that is one kernel forwards and one back, a logsumexp is many.
-        Elsewhere no copy as large as the logits is kept.
-        """
+        """Leaves [..., n, r, v] in log space, and logs of their sums [..., n, r]; normalised where they learn."""
         if self._learns:
             return self._all_leaves.log_softmax(-1), self._all_leaves.new_zeros(())
         return self._all_leaves, self._all_leaves.logsumexp(-1)
@@ -162,21 +140,18 @@ class LatentDistribution(WindowDistribution):
         return 0 if self._known is None else self._known.shape[-1]
 
     def condition(self, first: Tensor) -> LatentDistribution:
-        """Bind a token: evidence like any other, and computed with what comes."""
         rest, known = copy(self), first[..., None]  # [..., 1]
         rest._known = known if self._known is None else torch.cat([self._known, known], -1)  # [..., bound]
         rest.leaf_logits, rest.window = self.leaf_logits[..., 1:, :, :], self.window - 1  # [..., n - 1, r, v]
         return rest
 
-    def given(self: Own, given: Given) -> Own:
-        """Return the distribution with biased leaves."""
+    def given(self, given: Given) -> Self:
         other, bound = self._fresh(), self.bound
         other._all_leaves = self._all_leaves + given.bias[..., None, :]  # [..., n, r, v]
         other.leaf_logits = other._all_leaves[..., bound:, :, :]
         return other
 
-    def _fresh(self: Own) -> Own:
-        """Return a copy without what is computed of parameters."""
+    def _fresh(self) -> Self:
         other = copy(self)
         for name in ("_leaves", "_probs", "steps"):
             vars(other).pop(name, None)
@@ -226,7 +201,6 @@ class LatentDistribution(WindowDistribution):
         return found[..., bound:] - found[..., bound - 1 : bound] if bound else found  # given the bound
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return the posterior of each owner applied to its leaf."""
         bound, (leaves, norm) = self.bound, self._leaves
         weights = self.owner_weights(self._evidence(tokens))[..., bound:, :]  # [..., n, r]
         norm = norm[..., bound:, :] if norm.dim() else norm
@@ -235,7 +209,6 @@ class LatentDistribution(WindowDistribution):
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
     def next_log_probs(self, prefix: Tensor, given: Given | None = None) -> Tensor:
-        """One mixture of leaves: the weights do not depend on what follows the prefix."""
         evidence = self._seen(self._with_bound(prefix))  # [..., m, r]
         position, tiny = evidence.shape[-2], torch.finfo(evidence.dtype).tiny
         norms = None if given is None else self._norms(given.bias).clamp_min(tiny)  # [..., m + 1, r]
@@ -253,15 +226,13 @@ class LatentDistribution(WindowDistribution):
         return torch.einsum("...mrv,...mv->...mr", self._probs[..., : bias.shape[-2], :, :], factors)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
         tokens, probs = self._along(choose, length, _unit)
         return torch.stack(tokens, -1), torch.stack(probs, -2)
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
-        return torch.stack(
-            self._along(partial(largest, note), length, never if self._is_short else _now_and_then())[0], -1
-        )
+        unit = (lambda weights: weights) if self._is_short else _now_and_then()
+        return torch.stack(self._along(partial(largest, note), length, unit)[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """Draw the states, then all tokens at once, and compute the exact conditionals along them."""
@@ -286,29 +257,22 @@ class LatentDistribution(WindowDistribution):
 
         A race argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up.
         """
-        length, (tables, factors) = own.shape[-3], self._tables(known)
+        length, tables = own.shape[-3], self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
         early = early.unflatten(-1, tables.shape[-2:])  # [..., R, r]
-        early = early if factors is None else early.div_(factors)
         states = self._states((tables / early).argmax(-1), self.bound)[..., :length]  # [..., length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
         return rows / late.unflatten(-1, (length, self.size))
 
     def _known_probs(self) -> list[Tensor]:
-        """Leaves [..., r] of bound tokens."""
-        return [] if self._known is None else list(self._seen(self._known).unbind(-2))
+        return [] if self._known is None else list(self._seen(self._known).unbind(-2))  # leaves [..., r]
 
     @property
     def _is_short(self) -> bool:
         """Whether weights can take the probabilities of a whole window, which are seldom below chance."""
         return self.full_window * math.log(self.size) < _RANGE
-
-    @cached_property
-    def counts_launches(self) -> bool:
-        """Whether a launch costs more than small products do: on accelerators."""
-        return self._all_leaves.device.type != "cpu"
 
     @property
     def full_window(self) -> int:
@@ -342,15 +306,14 @@ class MixtureDistribution(LatentDistribution):
     """CP: q(x) = sum_z root[z] prod_i leaf_i[z, x_i]."""
 
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
-        """Return the root times all evidence before i."""
         root = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])  # [..., 1, r]
         return ring.cumulated(torch.cat([root, evidence[..., :-1, :]], dim=-2), -2)  # [..., n, r]
 
     def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         return (yield from stepwise(self.root, leaves, known, unit, lambda position, weights: weights))
 
-    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return (self.root * known[0] if known else self.root)[..., None, :], None  # [..., 1, r]
+    def _tables(self, known: list[Tensor]) -> Tensor:
+        return (self.root * known[0] if known else self.root)[..., None, :]  # [..., 1, r]
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         return picks.expand(*picks.shape[:-1], self.window)
@@ -377,13 +340,7 @@ def column(table: Tensor, token: Tensor) -> Tensor:
 
 
 def _unit(weights: Tensor) -> Tensor:
-    """Return the weights divided by their sum; zeros stay zeros."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-
-
-def never(weights: Tensor) -> Tensor:
-    """Return the weights as they are."""
-    return weights
 
 
 def _now_and_then() -> Scale:
@@ -392,16 +349,12 @@ def _now_and_then() -> Scale:
     return lambda weights: weights if next(calls) % 4 else _unit(weights)
 
 
-Chain = TypeVar("Chain", bound="ChainDistribution")
 _SYSTEM = 2**20
 """Entries of a filter's triangular system up to which it is solved at once."""
 
 
 class ChainDistribution(LatentDistribution):
-    """HMM: z_1 ~ root, z_{i+1} ~ trans_i[z_i], x_i ~ leaf_i[z_i]; one transition for all steps if only one is given.
-
-    The filter is n dependent steps of r^2 work: a parallel scan would need r^3 per step.
-    """
+    """HMM: z_1 ~ root, z_{i+1} ~ trans_i[z_i], x_i ~ leaf_i[z_i]; one transition for all steps if only one is given."""
 
     def __init__(self, root_logits: Tensor, trans_logits: Tensor, leaf_logits: Tensor) -> None:
         super().__init__(root_logits, leaf_logits)
@@ -414,15 +367,10 @@ class ChainDistribution(LatentDistribution):
         return steps if steps.shape[-3] != 1 else steps.expand(*steps.shape[:-3], self.full_window - 1, -1, -1)
 
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
-        """Return the forward filter, whose every step is a prefix marginal."""
         root, found = self._root_of(ring).expand_as(evidence[..., 0, :]), evidence.unbind(-2)
         steps, weights = self.steps[..., : len(found) - 1, :, :], [root]
         if ring is LINEAR and evidence.numel() * len(found) * self.rank <= _SYSTEM:
             return self._solved(root, evidence[..., :-1, :, None], steps)
-        if ring is LINEAR:  # one product for the evidence of all positions
-            for step in (evidence[..., :-1, :, None] * steps).unbind(-3):
-                weights.append(moved(weights[-1], step))
-            return torch.stack(weights, -2)
         # taken apart at once: each of many slices would have a gradient as large as all steps
         for step, seen in zip(steps.unbind(-3), found):
             weights.append(ring.moved(ring.times(weights[-1], seen), step))
@@ -431,11 +379,7 @@ class ChainDistribution(LatentDistribution):
     def _solved(self, root: Tensor, seen: Tensor, steps: Tensor) -> Tensor:
         """The whole filter as one triangular system w A = (root, 0, ..): few launches, where it is small.
 
-        A has the identity on its diagonal, which is not read, and minus each weighted step next to it:
-
-            I  -S1
-                I  -S2
-                    I
+        A has the identity on its diagonal, which is not read, and minus each weighted step right of it.
         """
         size = seen.shape[-3] + 1
         system = root.new_zeros(*root.shape[:-1], size, self.rank, size, self.rank)  # [..., n, r, n, r]
@@ -445,11 +389,10 @@ class ChainDistribution(LatentDistribution):
         solved = torch.linalg.solve_triangular(system, start, upper=True, left=False, unitriangular=True)
         return solved.unflatten(-1, (size, self.rank))[..., 0, :, :]  # [..., n, r]
 
-    def given(self: Chain, given: Given) -> Chain:
-        """Return the distribution with biased leaves and transitions."""
+    def given(self, given: Given) -> Self:
         return super().given(given)._moving(given.moves)
 
-    def _moving(self: Chain, moves: Tensor | None) -> Chain:
+    def _moving(self, moves: Tensor | None) -> Self:
         """Return the distribution with a bias [..., m, r, r] of its first m transitions."""
         if moves is None:
             return self
@@ -458,36 +401,23 @@ class ChainDistribution(LatentDistribution):
         return other
 
     def next_log_probs(self, prefix: Tensor, given: Given | None = None) -> Tensor:
-        """As of all circuits."""
         moving = self if given is None else self._moving(given.moves)
         return super(ChainDistribution, moving).next_log_probs(prefix, given)
 
-    def _read_step(self, moves: Sequence[Tensor | None], position: int, weights: Tensor) -> Tensor:
-        logits, bias = self.trans_logits, moves[position]
+    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        moves = leaves.reader.moves if isinstance(leaves, ReadLeaves) else ()
+        return (yield from stepwise(self.root, leaves, known, unit, partial(self._step, moves)))
+
+    def _step(self, moves: Sequence[Tensor | None], position: int, weights: Tensor) -> Tensor:
+        bias, logits = moves[position] if moves else None, self.trans_logits
         if bias is None:
             return moved(weights, self.steps[..., position, :, :])
-        logits = logits[..., position if logits.shape[-3] > 1 else 0, :, :]
-        return moved(weights, (logits + bias).softmax(-1))
+        return moved(weights, (logits[..., position if logits.shape[-3] > 1 else 0, :, :] + bias).softmax(-1))
 
-    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        """One product per position gives both the next state's weights and the next token's probabilities."""
-        if isinstance(leaves, ReadLeaves):
-            return (yield from stepwise(self.root, leaves, known, unit, partial(self._read_step, leaves.reader.moves)))
-        steps = self.steps[..., : len(leaves) - 1, :, :]  # [..., n - 1, r, r]
-        ahead = torch.cat([steps, steps @ torch.stack([*leaves[1:]], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
-        weights = probs = self.root  # which is no more than a start where the first token is known
-        if not known:
-            probs = moved(weights, leaves[0])
-        for position, table in enumerate(ahead):
-            found = known[position] if position < len(known) else column(leaves[position], (yield probs))
-            weights, probs = moved(unit(weights * found), table).split([self.rank, self.size], -1)
-        yield probs
-        return None
-
-    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _tables(self, known: list[Tensor]) -> Tensor:
         first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root  # [..., r]
         rows = self.steps[..., len(known) :, :, :].flatten(-3, -2)  # a row for each state of each step
-        return torch.cat([first[..., None, :], rows], -2), None
+        return torch.cat([first[..., None, :], rows], -2)
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states = [picks[..., :1]]
@@ -495,10 +425,6 @@ class ChainDistribution(LatentDistribution):
         for chosen in maps.unbind(-2):
             states.append(chosen.gather(-1, states[-1]))
         return torch.cat(states, -1)  # [..., n]
-
-
-_TABLES = 2**22
-"""Entries of the tables of pairs up to which they are made: few launches, where they are small."""
 
 
 @lru_cache(maxsize=256)
@@ -535,19 +461,18 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Probabilities [..., 1 + (n - 2) r, r] in one launch: the root's, and every node's given its parent."""
+        """Probabilities [..., 1 + (n - 2) r, r]: the root's, and every node's given its parent."""
         return torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
 
     @cached_property
     def root(self) -> Tensor:
-        """Probabilities [..., r] of the first state."""
-        return self._sums[..., 0, :] if self.counts_launches else self.root_logits.softmax(-1)
+        return self._sums[..., 0, :]
 
     @cached_property
     def steps(self) -> list[Tensor]:
         """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
-        counts, steps = [2**d for d in range(1, self.depth)], self.node_logits
-        steps = self._sums[..., 1:, :].unflatten(-2, steps.shape[-3:-1]) if self.counts_launches else steps.softmax(-1)
+        counts = [2**d for d in range(1, self.depth)]
+        steps = self._sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
         if not self.is_perfect and counts:
             same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
             found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
@@ -589,9 +514,6 @@ class TreeDistribution(LatentDistribution):
                 return None if position is None else known[position]
             leaf = leaves[position]
             return column(leaf, (yield moved(weights, leaf)))
-        in_pairs = self.counts_launches and unit is never and self.reader is None
-        if in_pairs and 0 < level == self.depth - 1 and self._pairs is not None:
-            return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
         step = self.steps[level - 1][..., index, :, :] if is_latent else None  # [..., r, r]
         weights = weights if step is None else moved(weights, step)
@@ -602,48 +524,10 @@ class TreeDistribution(LatentDistribution):
         seen = seen if left is None else unit(left * seen)
         return seen if step is None else moved(seen, step.mT)
 
-    @cached_property
-    def _pairs(self) -> Tensor | None:
-        """Tables [..., 2^(depth - 1), 1 + r, 1 + r, v] of the nodes that own two positions each, for `_visit_pair`.
-
-        Row 1 + a and column b hold node[a, b] leaf[b, x] of the first position; column r is their sum. None where that
-        is much, where some node owns one position, or where gradients are wanted, which writing in place would break.
-        """
-        nodes, firsts = self.steps[-1], self._probs[..., ::2, :, :]
-        learns = torch.is_grad_enabled() and (nodes.requires_grad or firsts.requires_grad)
-        if not self.is_perfect or learns or firsts.numel() * self.rank > _TABLES:
-            return None
-        tables = nodes.new_empty(*firsts.shape[:-2], 1 + self.rank, 1 + self.rank, self.size)
-        inside = tables[..., 1:, :-1, :]  # [..., 2^(depth - 1), r, r, v]
-        torch.mul(nodes[..., None], firsts[..., None, :, :], out=inside)
-        torch.sum(inside, -2, out=tables[..., 1:, -1, :])
-        return tables
-
-    def _visit_pair(self, index: int, weights: Tensor, leaves: Sequence[Tensor], known: list[Tensor]) -> Walk:
-        """Walk the two positions of a last node; returns what they say of its parent's state.
-
-        Weighted rows next to those of every state of the parent make one launch out of two.
-        """
-        first, second = 2 * index, 2 * index + 1
-        if first < len(known):
-            seen = self.steps[-1][..., index, :, :] * known[first][..., None, :]  # [..., r, r]
-            if second < len(known):
-                return moved(known[second], seen.mT)
-            shown = seen @ leaves[second]  # [..., r, v]
-            return column(shown, (yield moved(weights, shown)))
-        assert self._pairs is not None
-        rows = self._pairs[..., index, :, :, :]  # [..., 1 + r, 1 + r, v]
-        flat = rows.reshape(-1, *rows.shape[-3:])  # [N, 1 + r, 1 + r, v]
-        torch.bmm(weights.reshape(-1, 1, self.rank), flat[:, 1:].flatten(-2), out=flat[:, :1].flatten(-2))
-        token = yield rows[..., 0, -1, :]  # [...]
-        seen = rows[..., :-1, :].gather(-1, token[..., None, None, None].expand(*rows.shape[:-2], self.rank, 1))[..., 0]
-        shown = seen @ leaves[second]  # [..., 1 + r, v]
-        return column(shown[..., 1:, :], (yield shown[..., 0, :]))
-
-    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _tables(self, known: list[Tensor]) -> Tensor:
         """Every state's row of every node; a known first token weighs those on its path to the root."""
-        if self.is_perfect and self.counts_launches:
-            return self._sums, self._factors(known[0]) if known else None
+        if self.is_perfect and not known:
+            return self._sums
         tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
         if known:
             message = known[0]
@@ -651,18 +535,7 @@ class TreeDistribution(LatentDistribution):
                 start = 1 + (2**level - 2) * self.rank  # the level's first node, behind 2^level - 2 others
                 message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
             tables[..., 0, :].mul_(message)
-        return tables, None
-
-    def _factors(self, message: Tensor) -> Tensor:
-        """What a first token [..., r] makes of all rows of `_sums`, put together in one launch."""
-        factors = list[Tensor]()
-        for level in reversed(range(1, self.depth)):
-            others = _one(message.dtype, message.device).expand(
-                *message.shape[:-1], (2**level - 1) * self.rank, self.rank
-            )
-            factors = [message[..., None, :].expand(*message.shape, self.rank), others, *factors]
-            message = moved(message, self.steps[level - 1][..., 0, :, :].mT)
-        return torch.cat([message[..., None, :], *factors], -2)
+        return tables
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)
@@ -676,12 +549,5 @@ class TreeDistribution(LatentDistribution):
         return states[..., skipped:]
 
 
-@made_once
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return 1, made once; never write to it."""
-    return torch.ones((), dtype=dtype, device=device)
-
-
 def _select(values: Tensor, indices: list[int], dim: int) -> Tensor:
-    """Return some entries of one axis."""
     return values.index_select(dim, numbers(tuple(indices), values.device))

@@ -4,11 +4,9 @@ At position k the leaf of state z is the softmax over y of
 
     logits_k[z, y] + sum_j B_j[y] . e(x_{k-j}),    j = 1 .. `context`
 
-where x_{k-j} are tokens of the window; those before it, the hidden state has read. Whatever they are, a leaf sums to 1
-over y, so positions sum out from the last to the first, whatever the tree of latents: all conditionals are those of the
-circuit whose leaves are taken at the known tokens. Only a token that is unknown before a known one cannot be summed
-out. Transitions of an HMM may read the last token, too: the filter moves by softmax(logits + G e(x_k)).
-
+where x_{k-j} are tokens of the window. Whatever they are, a leaf sums to 1 over y, so positions sum out from the last:
+all conditionals are those of the circuit whose leaves are taken at the known tokens. Only a token that is unknown
+before a known one cannot be summed out. Transitions of an HMM may read the last token, too: softmax(logits + G e(x_k)).
 B and G start at 0, so that a head without them goes on unchanged.
 """
 
@@ -44,30 +42,22 @@ _TABLE = 2**20
 
 
 class TokenTables(Protocol):
-    """What makes biases of tokens: the tables of a head, or tables that read its states, too."""
+    """What makes biases of tokens; it may read states of the head, too.
+
+    A call returns the biases of all positions up to the one after known tokens of ids [..., m]. A reader is of a draft
+    whose tokens have these `ids` (None: they are ids). `moves_states`: transitions read the last token.
+    """
 
     @property
-    def moves_states(self) -> bool:
-        """Whether transitions read the last token."""
-        ...
+    def moves_states(self) -> bool: ...
 
-    def __call__(self, tokens: Tensor) -> Given:
-        """Return the biases of all positions up to the one after known tokens of ids [..., m]."""
-        ...
+    def __call__(self, tokens: Tensor) -> Given: ...
 
-    def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader:
-        """Return a reader of a draft whose tokens have these `ids` (None: they are ids)."""
-        ...
+    def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader: ...
 
 
 class LeafContext(nn.Module):
-    """The tables e, B and G.
-
-    Args:
-        config: Head options: `context`, `context_rank`, `transition_context`, `rank`.
-        vocab_size: V, tokens that may be read.
-        draft_size: v, tokens that have a column.
-    """
+    """The tables e, B and G, where V = `vocab_size` tokens may be read and v = `draft_size` have a column."""
 
     def __init__(self, config: MTPHeadConfig, vocab_size: int, draft_size: int) -> None:
         super().__init__()
@@ -82,7 +72,6 @@ class LeafContext(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw e with entries of deviation 1 (`std` is not read); B and G are 0: no distribution is changed."""
         init.normal_(self.embedding, std=1.0)
         init.zeros_(self.weight)
         if self.transition is not None:
@@ -145,7 +134,6 @@ class LeafContext(nn.Module):
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids; see `FFHead.resize`."""
         for name, rows in (("embedding", self.embedding), ("weight", self.weight)):
             setattr(self, name, nn.Parameter(resized(rows, vocab_size, std), rows.requires_grad))
 
@@ -172,12 +160,6 @@ def tables_of(head: nn.Module) -> LeafContext | None:
     return tables if isinstance(tables, LeafContext) else None
 
 
-def make_table(head: nn.Module) -> None:
-    """Make the table of a head before its drafts are recorded: they read it where it lies."""
-    if (tables := tables_of(head)) is not None:
-        tables.table()
-
-
 def context_of(config: MTPHeadConfig, draft_size: int) -> LeafContext | None:
     """Return new tables of a head with so many columns; None where its leaves read no token."""
     return LeafContext(config, config.vocab_size or draft_size, draft_size) if config.context else None
@@ -200,10 +182,7 @@ def add_tables(head: nn.Module, config: MTPHeadConfig, count: int, rank: int, tr
 def with_context(
     distribution: WindowDistribution, head: nn.Module, config: MTPHeadConfig, known: Tensor | None = None
 ) -> WindowDistribution:
-    """Return a distribution whose leaves read tokens, by the tables of a head; itself where the config has none.
-
-    `known` [..., j] are the first tokens of the window where the distribution begins after them.
-    """
+    """Return a distribution whose leaves read tokens, by the tables of a head; itself where the config has none."""
     if not config.context:
         return distribution
     gather([head])
@@ -213,14 +192,9 @@ def with_context(
 
 
 class ContextDistribution(WindowDistribution):
-    """A distribution whose leaves read the tokens before them.
+    """A distribution whose leaves read the tokens before them: given these, `inner` with biased leaves.
 
-    Given tokens, it is the distribution within, with biased leaves.
-
-    Args:
-        inner: Independent positions or a circuit; without any token, or after those that are known.
-        tables: What makes the biases.
-        known: Ids [..., j] of tokens before the window that is still free.
+    `known` are ids [..., j] of tokens before the window that is still free.
     """
 
     def __init__(
@@ -230,17 +204,14 @@ class ContextDistribution(WindowDistribution):
 
     @property
     def leaf_logits(self) -> Tensor:
-        """Return those without any bias."""
         return self.inner.leaf_logits
 
     def _given(self, tokens: Tensor) -> Given:
-        """Return the biases up to the position after free tokens [..., m]."""
-        if self.known is not None:
-            tokens = torch.cat([self.known.expand(*tokens.shape[:-1], -1), tokens], -1)
-        return self.tables(self._ids(tokens))
+        tokens = self._with_known(tokens)
+        return self.tables(tokens if self.codes is None else self.codes.tokens(tokens))
 
-    def _ids(self, tokens: Tensor) -> Tensor:
-        return tokens if self.codes is None else self.codes.tokens(tokens)
+    def _with_known(self, tokens: Tensor) -> Tensor:
+        return tokens if self.known is None else torch.cat([self.known.expand(*tokens.shape[:-1], -1), tokens], -1)
 
     def _within(self) -> FactorisedDistribution | LatentDistribution:
         inner = copy(self.inner)
@@ -248,36 +219,27 @@ class ContextDistribution(WindowDistribution):
         return inner
 
     def _along(self, tokens: Tensor, unknown: Tensor | None = None) -> WindowDistribution:
-        """Return the distribution with leaves at tokens [..., n]; an unknown token before a known one is refused."""
         refuse_gaps(unknown)
         return self._within().given(self._given(tokens[..., :-1]))
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return those of the distribution at the tokens."""
         return self._along(tokens, unknown).prefix_log_prob(tokens, unknown)
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return those of the distribution at the tokens."""
         return self._along(tokens, unknown).token_log_probs(tokens, unknown)
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return those of the distribution at the tokens."""
         return self._along(tokens).conditional_log_probs(tokens)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the next conditional, with leaves taken at the prefix."""
         return self._within().next_log_probs(prefix, self._given(prefix))
 
     def condition(self, first: Tensor) -> ContextDistribution:
-        """Bind a token, which the leaves after it read."""
-        token = first[..., None]  # [..., 1]
-        known = token if self.known is None else torch.cat([self.known.expand(*token.shape[:-1], -1), token], -1)
-        rest = ContextDistribution(self._within().condition(first), self.tables, known)
+        rest = ContextDistribution(self._within().condition(first), self.tables, self._with_known(first[..., None]))
         rest.codes = self.codes
         return rest
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draft one token after the other; each is read by the leaves after it."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
             inner.reader = self._reader(inner.bound)
@@ -286,7 +248,6 @@ class ContextDistribution(WindowDistribution):
         return torch.stack(tokens, -1), torch.stack(probs, -2)  # [..., length], [..., length, v]
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
-        """Return the argmax of each conditional in turn."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
             inner.reader = self._reader(inner.bound)
@@ -294,10 +255,7 @@ class ContextDistribution(WindowDistribution):
         return torch.stack(self._in_turn(partial(largest, note), length)[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """Draw by races that are run before the first token is known, and states before tokens.
-
-        Only where a state reads a token, each is drawn in turn.
-        """
+        """Draw by races that are run before the first token is known; where a state reads a token, draw in turn."""
         inner = self._within()
         if isinstance(inner, FactorisedDistribution):
             logits = inner.leaf_logits[..., :length, 0, :]  # [..., length, v]

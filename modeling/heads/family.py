@@ -1,6 +1,7 @@
-"""The record of a head family, and the table of all families: one `register(HeadFamily(...))` adds one.
+"""The record of a head family, the table of all families, and what is done with a head of any of them.
 
-Each built-in family registers itself at the end of its file. Everything else reads records, never a name or a class.
+One `register(HeadFamily(...))` adds a family; each built-in one does so at the end of its file. Everything else reads
+records, never a name or a class.
 """
 
 from __future__ import annotations
@@ -13,63 +14,55 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...configuration.fields import check_options
 from ...configuration.foreign_fields import FieldTable
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from ...configuration.heads import HEAD_TYPES, MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors
 from ..common.backbone_parts import BackboneParts
-from .window_distribution import WindowDistribution
+from ..common.draft_vocabulary import DraftVocabulary
+from .context import with_context
+from .window_distribution import PartialDistribution, WindowDistribution
 
 Directory = tuple[Fields, Tensors]
 """Fields and tensors of a directory."""
+Parts = BackboneParts | None
+"""What a head borrows of its backbone."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """A directory format of other tools, in which heads are read and written.
+    """A directory format of other tools."""
 
-    Args:
-        name: `layout` of `MTPHeads.export`.
-        recognises: From a directory and the fields of its `config.json` to whether it has this format.
-        read: From a directory to options of `MTPHeadConfig` and tensors of the head.
-        refusal: From a config to why such heads cannot be written; None where they can.
-        write: From a config, the head's tensors and the backbone to fields and tensors.
-        tensors_file: Written with safetensors or, with another suffix, as a pickle of tensors.
-        fields_file: Of fields, as JSON.
-        fields: The fields that may stand there; None: `read` refuses unknown ones itself.
-    """
-
-    name: str
-    recognises: Callable[[Path, Fields], bool]
-    read: Callable[[Path], Directory]
-    refusal: Callable[[MTPHeadConfig], str | None]
+    name: str  # `layout` of `MTPHeads.export`
+    recognises: Callable[[Path, Fields], bool]  # from a directory and the fields of its config.json
+    read: Callable[[Path], Directory]  # to options of `MTPHeadConfig` and tensors of the head
+    refusal: Callable[[MTPHeadConfig], str | None]  # why such heads cannot be written
     write: Callable[[MTPHeadConfig, Tensors, PreTrainedModel], Directory] = lambda config, tensors, backbone: ({}, {})
-    tensors_file: str = "model.safetensors"
+    tensors_file: str = "model.safetensors"  # or, with another suffix, a pickle of tensors
     fields_file: str = "config.json"
-    fields: FieldTable | None = None
+    fields: FieldTable | None = None  # that may stand there; None: `read` refuses unknown ones itself
 
 
 @dataclass(frozen=True)
 class Circuit:
-    """What tells one family of circuits from another; independent positions are the one without sums.
+    """What tells one family of circuits from another; independent positions are the one without sums."""
 
-    Args:
-        distribution: From its parameters, in this order, and the leaves to the distribution.
-        parameters: Their names: the root, then the [r, r] sums if the family has any.
-        sum_counts: From the window n to how many such sums there are: one per step, and if all steps share theirs.
-        persistent: When a head is new, states tend to stay what they are from one sum to the next.
-    """
-
-    distribution: Callable[..., WindowDistribution]
-    parameters: tuple[str, ...] = ("root_logits",)
-    sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)
-    persistent: bool = False
+    distribution: Callable[..., WindowDistribution]  # from its parameters, in this order, and the leaves
+    parameters: tuple[str, ...] = ("root_logits",)  # the root, then the [r, r] sums if the family has any
+    sum_counts: Callable[[int], tuple[int, ...]] = lambda window: (0,)  # of these sums, and if all steps share theirs
+    persistent: bool = False  # states of a new head tend to stay what they are from one sum to the next
 
     def shapes(self, window: int, rank: int) -> dict[str, list[tuple[int, ...]]]:
         """Return the last axes that each parameter may have; without those that this window is too short for."""
         counts = sorted(set(self.sum_counts(window)))
         sums = [(count, rank, rank) for count in counts]
         return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
+
+
+def _start_from(head: Any, backbone: BackboneParts) -> None:
+    if (start := getattr(head, "start_from", None)) is not None:
+        start(backbone)
 
 
 def last_state(head: nn.Module, states: Sequence[Tensor], *context: object) -> Tensor:
@@ -93,7 +86,8 @@ class HeadFamily:
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
         fit: From the module, its config and a backbone: adopts its properties whenever heads are attached.
-        start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible.
+        start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible;
+            `start_from` of the module by default.
         is_independent: Whether the distribution after the window's first token does not depend on that token, but for
             leaves that read it (`context`).
         layouts: Formats of other tools.
@@ -107,7 +101,7 @@ class HeadFamily:
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], Fields | None] = lambda config, text: None
     fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
-    start_from: Callable[[Any, BackboneParts], None] = lambda head, backbone: None
+    start_from: Callable[[Any, BackboneParts], None] = _start_from
     is_independent: bool = False
     layouts: Sequence[HeadLayout] = ()
     circuit: Circuit | None = None
@@ -131,13 +125,11 @@ class HeadFamily:
 
 
 FAMILIES: dict[str, HeadFamily] = {}
-"""All families by name, once `registry` is imported."""
+"""All families by name."""
 
 
 def register(family: HeadFamily) -> HeadFamily:
-    """Add a family: its name can then be the `head_type` of a `MTPHeadConfig`.
-
-    A program that loads such heads first imports the module that calls this.
+    """Add a family, before heads of it are loaded: its name can then be the `head_type` of a `MTPHeadConfig`.
 
     Raises:
         ValueError: Another family has this name.
@@ -148,3 +140,75 @@ def register(family: HeadFamily) -> HeadFamily:
     HEAD_FAMILIES[facts.name] = facts
     FAMILIES[facts.name] = family
     return family
+
+
+_FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
+
+
+def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
+    """Return the head module that `config` describes."""
+    return FAMILIES[config.head_type].build(config, hidden_size, vocab_size)
+
+
+def config_of_backbone(backbone: PreTrainedModel, **options: Any) -> MTPHeadConfig:
+    """Return the config of heads for a backbone, whose layers it describes where heads have some."""
+    kind = options.get("head_type", "ff")
+    own = HEAD_FAMILIES[kind].defaults if kind in HEAD_FAMILIES else {}
+    fields = [name for name in options if name not in own]
+    check_options(fields, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
+    text = backbone.config.get_text_config()
+    options |= {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+    config = MTPHeadConfig(base_model_name_or_path=backbone.config.name_or_path or None, **options)
+    if config.backbone_config is None:
+        own_layers = FAMILIES[config.head_type].layer_config(config, text)
+        config.backbone_config = text.to_dict() if config.draft_layers else own_layers
+    return config
+
+
+def init_head(module: nn.Module, std: float = 0.02) -> None:
+    """Let a module of a head initialise its own parameters (`reset_head`), for a model's `_init_weights`."""
+    if (reset := getattr(module, "reset_head", None)) is not None:
+        reset(std)
+
+
+def window_distribution(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    backbone: Parts = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
+
+    The head computes in its own dtype, not that of the features. A draft vocabulary is that of its columns.
+    """
+    whole = FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone)
+    return _over_ids(with_context(whole, head, config), vocabulary)
+
+
+def distribution_after(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    last: Tensor,
+    length: int,
+    backbone: Parts = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return `window_distribution` given its first token `last` [...] int64; its next `length` tokens are exact."""
+    family, features = FAMILIES[config.head_type], _in_dtype(features, head)
+    if family.is_independent:
+        known = last if vocabulary is None or not config.context else vocabulary.codes(last)
+        rest = family.distribution(head, config, features, backbone, 1, length + 1)
+        return _over_ids(with_context(rest, head, config, known[..., None]), vocabulary)
+    whole = family.distribution(head, config, features, backbone, 0, length + 1)
+    return _over_ids(with_context(whole, head, config), vocabulary).condition(last)
+
+
+def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:
+    return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
+
+
+def _in_dtype(features: Tensor, head: nn.Module) -> Tensor:
+    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
+    return features.to(next(own, features.dtype))

@@ -34,17 +34,8 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
-    gradient reaches the backbone's layers, and not its norm, embeddings or unembedding.
-
-    `save_pretrained(folder)` writes the heads' directory, and the backbone (or its adapters alone, where it has any) in
-    `folder/backbone`. Afterwards the two are used as ever: `heads` is attached to `backbone`. What is verified is then
-    the backbone *as trained*.
-
-    Args:
-        heads: Attached heads.
-
-    Raises:
-        ValueError: Heads with draft layers, which take the backbone as it is.
+    gradient reaches the backbone's layers, and not its norm, embeddings or unembedding. `save_pretrained(folder)`
+    writes the heads' directory, and the backbone (or its adapters alone, where it has any) in `folder/backbone`.
     """
 
     config_class = None
@@ -62,17 +53,14 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         self.loss_type = "ForCausalLM"
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return those of the heads."""
         return {"heads": self.heads}
 
     @property
     def head_config(self) -> MTPHeadConfig:
-        """Options of the heads."""
         return self.heads.config
 
     @property
     def window(self) -> int:
-        """n: tokens that the heads' distribution covers."""
         return self.heads.window
 
     @property
@@ -90,11 +78,7 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
-        """Return the joint loss; arguments as in `MTPHeads.forward`.
-
-        Returns:
-            `MTPOutput`; `backbone_loss` is the mean of the backbone's own loss.
-        """
+        """Return the joint loss; arguments as in `MTPHeads.forward`, `backbone_loss` is the backbone's own mean."""
         kept = int(self.training) if logits_to_keep is None else logits_to_keep
         layers = self.heads.hidden_layers
         outputs = run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, kept)
@@ -117,7 +101,6 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         return found
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """As `MTPHeads.pooled_loss`, without the backbone's own loss."""
         return self.heads.pooled_loss(sums, counts, self._first)
 
     def save_pretrained(
@@ -127,8 +110,6 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the heads' directory and, in it, the backbone's, as one version; `state_dict` holds tensors that had to
-        be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
         spread, card = kwargs.get("distributed_checkpoint", False), f"{BACKBONE}/README.md"
         with whole_directory(save_directory, kwargs.get("variant"), (), [card], spread) as directory:
@@ -143,11 +124,7 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
 
     @reads_whole
     def load_checkpoint(self, folder: str | PathLike) -> None:
-        """Take over what `save_pretrained` wrote, into this very model.
-
-        Raises:
-            ValueError: A directory of other heads, or of another backbone.
-        """
+        """Take over what `save_pretrained` wrote, into this very model."""
         load_trained(self.heads, Path(folder), "heads")
         load_trained(self.backbone, Path(folder) / BACKBONE, "backbone")
 
@@ -161,11 +138,7 @@ def _save_adapters(model: PreTrainedModel, folder: Path, state: dict[str, Tensor
 
 
 def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
-    """Take over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
-
-    Raises:
-        ValueError: A directory of another model; `what` it should be is said.
-    """
+    """Take over what `save_pretrained` of a model, or of one with adapters of peft, wrote; `what` is its name."""
     for name in getattr(model, "peft_config", {}):  # of a PeftModel, a property
         # peft writes the adapter "default" into the directory itself, and every other one into a directory of its name
         adapters = (folder if name == "default" else folder / name) / "adapter_model.safetensors"

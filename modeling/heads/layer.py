@@ -1,13 +1,11 @@
 """Decoder layers of heads: their own, and the backbone's last ones with low-rank adapters.
 
-Layer heads are decoder layers on the states below the backbone's last layer (Gloeckle et al., Mehra et al.).
-Directories of facebook/multi-token-prediction, `consolidated.pth` and `params.json`, are read and written. Their
-numbered layers are the trunk and, last, head 1; `extra_heads.{j}` are the others, on the same trunk. With head 1 as its
-last layer the rest is a plain Llama.
+Layer heads are decoder layers on the states below the backbone's last layer (Gloeckle et al., Mehra et al.). In
+directories of facebook/multi-token-prediction, numbered layers are the trunk and, last, head 1; `extra_heads.{j}` are
+the others, on the same trunk. With head 1 as its last layer the rest is a plain Llama.
 
 MtPC's draft layers run the backbone's last k layers once more, with their own adapters, on z, the input of the first of
-them, and over verified tokens only: so their cache is never rolled back, the backbone is called once per cycle, and its
-distribution is unchanged bit for bit. Only adapters are parameters here. The weights are the backbone's, borrowed for a
+them, and over verified tokens only. Only adapters are parameters here. The weights are the backbone's, borrowed for a
 call: W + s B A is computed for every step of training and once per call of `generate`.
 """
 
@@ -28,7 +26,7 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.fields import check_counts
-from ...configuration.foreign_fields import FieldTable, names, settled
+from ...configuration.foreign_fields import FieldTable, names
 from ...configuration.head_families import LAYER
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.shared_models import is_unit
@@ -44,13 +42,13 @@ from ..common.backbone_parts import (
     required,
 )
 from .circuit_head import factorised_distribution
-from .family import Directory, HeadFamily, HeadLayout, register
+from .family import Directory, HeadFamily, HeadLayout, Parts, register
 
 Weights = dict[str, Tensor]
 
 
 class Adapter(nn.Module):
-    """Low-rank change s B A of a weight [out, in]; B starts at 0."""
+    """Low-rank change s B A of a weight [out, in]; A starts as peft's, B at 0."""
 
     def __init__(self, shape: Sequence[int], rank: int, scale: float) -> None:
         super().__init__()
@@ -64,19 +62,13 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw A as peft does (`std` is not read); B is 0, so that the layers start as the backbone's."""
         bound = 1 / math.sqrt(self.lora_A.shape[1])
         init.uniform_(self.lora_A, -bound, bound)
         init.zeros_(self.lora_B)
 
 
 class LayerAdapters(nn.Module):
-    """Low-rank adapters for every linear map of some layers whose weights are borrowed.
-
-    Args:
-        shells: The layers without weights, as modules to call.
-        config: Head options: `draft_lora_rank`, `draft_lora_alpha`.
-    """
+    """Low-rank adapters for every linear map of some layers, `shells` without weights, whose weights are borrowed."""
 
     def __init__(self, shells: Sequence[nn.Module], config: MTPHeadConfig) -> None:
         super().__init__()
@@ -117,11 +109,7 @@ class LayerAdapters(nn.Module):
 
 
 class DraftLayers(LayerAdapters):
-    """The adapters of a backbone's last k layers, for heads apart from it.
-
-    Args:
-        config: Head options: `backbone_config`, `draft_layers`, `draft_lora_rank`, `draft_lora_alpha`.
-    """
+    """The adapters of a backbone's last k layers, for heads apart from it."""
 
     def __init__(self, config: MTPHeadConfig) -> None:
         count, source = config.draft_layers, LayerSource(read_config(config.backbone_config))
@@ -132,34 +120,28 @@ class DraftLayers(LayerAdapters):
         self.kinds = [attention_kind(source.config, index) for index in range(-count, 0)]
         self.rotary = source.rotary()
 
-    def bind(self, backbone: PreTrainedModel) -> BoundLayers:
-        """Return the layers with their current weights, for a step of training or a call of `generate`."""
+    def bind(self, backbone: PreTrainedModel) -> Callable[..., Tensor]:
+        """Return `run_bound` with their current weights and a final norm, for a step or a call of `generate`."""
         layers = list(cast(nn.ModuleList, backbone.get_decoder().layers))[-len(self.adapters) :]
         follow_experts(self.config, backbone)
-        return BoundLayers(self, self.weights(layers), backbone)
+        return partial(self.run_bound, self.weights(layers), BackboneParts(backbone).norm)
 
-
-class BoundLayers:
-    """Draft layers with fixed weights, and the final norm of a backbone."""
-
-    def __init__(self, layers: DraftLayers, weights: list[Weights], backbone: PreTrainedModel) -> None:
-        self.layers, self.weights, self.norm = layers, weights, BackboneParts(backbone).norm
-
-    def __call__(
-        self, states: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None = None
+    def run_bound(
+        self,
+        weights: list[Weights],
+        norm: Callable[[Tensor], Tensor],
+        states: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Cache | None = None,
     ) -> Tensor:
-        """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm.
-
-        `attention_mask` is [B, past + T], `position_ids` [B or 1, T]; `cache`, the drafter's own, is extended.
-        """
-        own = self.layers
-        dtype = next(iter(self.weights[0].values())).dtype
-        states = states.detach().to(dtype)
-        for slot, weights in enumerate(self.weights):
+        """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm."""
+        states = states.detach().to(next(iter(weights[0].values())).dtype)
+        for slot, own in enumerate(weights):
             inputs = states, attention_mask, position_ids, cache
-            options = layer_options(own.config, own.rotary, *inputs, own.kinds[slot], slot, own.cache_name)
-            states = own.run(slot, weights, states, **options)
-        return self.norm(states)
+            options = layer_options(self.config, self.rotary, *inputs, self.kinds[slot], slot, self.cache_name)
+            states = self.run(slot, own, states, **options)
+        return norm(states)
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
@@ -226,10 +208,7 @@ class DecoderLayers(nn.ModuleList):
         position_ids: Tensor,
         cache: Cache | None = None,
     ) -> list[Tensor]:
-        """Return every layer's normed output [B, T, d] for its own input; arguments as for `layer_options`.
-
-        In training, several layers are recomputed in backward: the activations of one exist at a time.
-        """
+        """Return every layer's normed output [B, T, d] for its own input; in training, several are recomputed."""
         kind = attention_kind(self.config, -1)
         options = layer_options(
             self.config, rotary, inputs[0], attention_mask, position_ids, cache, kind, cache_name=self.cache_name
@@ -246,14 +225,8 @@ class DecoderLayers(nn.ModuleList):
 class LayerHead(nn.Module):
     """Logits of head k are W norm(f_k(z)): its own decoder layer f_k, the backbone's norm and unembedding.
 
-    z is the input of the backbone's last layer or, with `mix="weighted"`, a learned mean of the outputs of all layers
-    below it, one mean per head. Position 1 is the backbone's own distribution (`first="backbone"`), or has a head like
-    the rest.
-
-    Args:
-        config: Head options: `window`, `first`, `mix`, `mix_temperature`, `mix_init`, `backbone_config`.
-        hidden_size: d.
-        vocab_size: V.
+    z is the input of the backbone's last layer or, with `mix="weighted"`, each head's learned mean of the outputs of
+    all layers below it. Position 1 is the backbone's own (`first="backbone"`), or has a head like the rest.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -274,10 +247,7 @@ class LayerHead(nn.Module):
         backbone: BackboneParts,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the inputs of the unembedding for every position of the window, [B, T, n d].
-
-        `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
-        """
+        """Return the inputs of the unembedding for every position of the window, [B, T, n d]."""
         *below, last = states
         inputs, norm = self._inputs(below), backbone.norm
         follow_experts(self.layers.config, backbone.model)
@@ -292,15 +262,13 @@ class LayerHead(nn.Module):
         return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
 
     def forward(
-        self, features: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
+        self, features: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """Return `leaf_logits` [..., n, 1, V] from features [..., n d], or those of positions start .. stop - 1."""
         states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]  # [..., positions, d]
         return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}  # [..., positions, 1, V]
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Start the means; `std` is not read."""
         if self.mix is None:
             return
         uniform = self.config.mix_init == "uniform"
@@ -309,14 +277,12 @@ class LayerHead(nn.Module):
         init.copy_(self.mix, start)
 
     def start_from(self, backbone: BackboneParts) -> None:
-        """Copy the backbone's last layer, with its adapters if any, into every layer."""
         last = cast(nn.ModuleList, backbone.model.get_decoder().layers)[-1]
         for layer in self.layers.children():
             copy_weights(last, layer)
 
 
 def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """Return the states that layer heads read: below the last layer, and the last."""
     if config.mix == "none":
         return [-2, -1]
     layers = read_config(config.backbone_config).get_text_config().num_hidden_layers
@@ -329,14 +295,8 @@ def _read(directory: Path) -> Directory:
     if count < 2:
         raise ValueError(f"{directory}: n_future_tokens={count}: no heads; MTPHeads.backbone_from_official loads it")
     heads = {name.replace("extra_heads", "layers"): part for name, part in tensors.items() if "extra_heads" in name}
-    options = {
-        "head_type": "layer",
-        "window": count,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "backbone_config": config.to_dict(),
-    }
-    return options, heads
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    return sizes | {"head_type": "layer", "window": count, "backbone_config": config.to_dict()}, heads
 
 
 def read_backbone(directory: Path) -> tuple[LlamaConfig, Tensors]:
@@ -352,18 +312,10 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
     ours = {name.replace("layers", "extra_heads", 1): tensor for name, tensor in tensors.items()}
     named = renamed(_half_split(backbone.state_dict() | ours, head_dim, back=True), _NAMES, "this backbone", back=True)
-    fields = {
-        "dim": config.hidden_size,
-        "n_heads": heads,
-        "n_kv_heads": values["num_key_value_heads"],
-        "n_layers": values["num_hidden_layers"] + config.num_drafts,
-        "multiple_of": 1,
-        "norm_eps": values["rms_norm_eps"],
-        "vocab_size": config.vocab_size,
-        "n_future_tokens": config.window,
-        "rope_theta": values["rope_parameters"]["rope_theta"],
-    }
-    return fields, named
+    fields = {"dim": config.hidden_size, "n_heads": heads, "n_kv_heads": values["num_key_value_heads"]}
+    fields |= {"n_layers": values["num_hidden_layers"] + config.num_drafts, "multiple_of": 1}
+    fields |= {"vocab_size": config.vocab_size, "n_future_tokens": config.window, "norm_eps": values["rms_norm_eps"]}
+    return fields | {"rope_theta": values["rope_parameters"]["rope_theta"]}, named
 
 
 _PARAMS = ("dim", "n_heads", "n_layers", "norm_eps")
@@ -377,8 +329,7 @@ def _read_model(directory: Path) -> tuple[LlamaConfig, Tensors, int]:
         if missing := [name for name in needed if name not in content]:
             raise ValueError(f"{directory / file} holds no {', '.join(missing)}")
     check_counts(directory, params, len(tensors))
-    rows, size = len(tensors["tok_embeddings.weight"]), params.get("vocab_size", -1)
-    settled(directory / PARAMS, "vocab_size", None if size == -1 else size, rows)
+    rows = len(tensors["tok_embeddings.weight"])
     count, width, heads = params.get("n_future_tokens", 1), params["dim"], params["n_heads"]
     config = LlamaConfig(
         hidden_size=width,
@@ -420,6 +371,11 @@ _FIELDS = FieldTable(
     {"": names("dim n_layers n_heads n_kv_heads norm_eps rope_theta n_future_tokens vocab_size")},
     {"": names("multiple_of ffn_dim_multiplier max_seq_len max_batch_size model_parallel_size")},
 )
+_GLOECKLE = HeadLayout(
+    "gloeckle",
+    lambda directory, fields: (directory / PARAMS).is_file(),
+    *(_read, _refusal, _write, FILE, PARAMS, _FIELDS),  # FILE is the only form that their code reads
+)
 register(
     HeadFamily(
         LAYER,
@@ -428,19 +384,7 @@ register(
         features=lambda head, *context: head.features(*context),
         hidden_layers=_hidden_layers,
         layer_config=lambda config, text: text.to_dict(),
-        start_from=lambda head, backbone: head.start_from(backbone),
         is_independent=True,
-        layouts=[
-            HeadLayout(
-                "gloeckle",
-                lambda directory, fields: (directory / PARAMS).is_file(),
-                _read,
-                _refusal,
-                _write,
-                FILE,  # the only form that their code reads
-                PARAMS,
-                _FIELDS,
-            )
-        ],
+        layouts=[_GLOECKLE],
     )
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -14,7 +13,7 @@ from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput, TrainableDrafter
 from ..common.teacher import BlockTarget, Teacher
-from .registry import distribution_after, window_distribution
+from .family import distribution_after, window_distribution
 
 IGNORE = -100
 
@@ -26,40 +25,24 @@ def depth_targets(
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return the targets of every depth from labels in any form that models take.
+    """Return the targets of every depth, [B, L, n] int64 and -100 where there is none; see `window_targets`.
 
-    Args:
-        labels: [B, L] int64, ordinary Hugging Face labels, or [B, L, n] with the target of every depth spelled out.
-        window: n.
-        attention_mask: See `window_targets`.
-        position_ids: See `window_targets`.
-        shift_labels: [B, L] int64, the target of every position one token ahead; as in transformers, they replace the
-            labels.
-
-    Returns:
-        [B, L, n] int64, -100 where there is no target.
+    `labels` may be [B, L, n], with the target of every depth spelled out; `shift_labels` [B, L], the target of every
+    position one token ahead, stand in place of labels.
     """
     if shift_labels is not None:
-        return _targets_of_shifted(shift_labels, window, attention_mask, position_ids)
-    if labels is None:
-        raise ValueError("labels=None: pass labels or shift_labels")
+        if attention_mask is not None:  # of one column more: the last position may have a target
+            attention_mask = nn.functional.pad(attention_mask[:, -shift_labels.shape[1] :], (0, 1), value=1)
+        if position_ids is not None:
+            position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
+        labels = nn.functional.pad(shift_labels, (1, 0), value=IGNORE)
+        return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
+    assert labels is not None
     if labels.dim() == 2:
         return window_targets(labels, window, attention_mask, position_ids)
     if labels.shape[2] != window:
         raise ValueError(f"labels have {labels.shape[2]} depths, but the window is {window}")
     return labels
-
-
-def _targets_of_shifted(
-    shift_labels: Tensor, window: int, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Tensor:
-    """Return targets of labels shifted back, which are one column longer: the last position may have a target."""
-    if attention_mask is not None:
-        attention_mask = nn.functional.pad(attention_mask[:, -shift_labels.shape[1] :], (0, 1), value=1)
-    if position_ids is not None:
-        position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
-    labels = nn.functional.pad(shift_labels, (1, 0), value=IGNORE)
-    return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
 
 
 def unshifted(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
@@ -68,11 +51,7 @@ def unshifted(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | No
 
 
 def check_targets(targets: Tensor, vocab_size: int, name: str = "labels") -> Tensor:
-    """Return the targets [...] int64, if every one is a token id or -100.
-
-    On an accelerator they are not read, which would synchronise; there, the kernel that reads the logits of targets
-    asserts the same.
-    """
+    """Return the targets [...] int64, if every one is a token id or -100; on accelerators, kernels assert that."""
     if targets.device.type == "cpu":
         ignored = (targets == IGNORE) & (name != "input_ids")
         wrong = targets[~ignored & ((targets < 0) | (targets >= vocab_size))]
@@ -128,12 +107,6 @@ def discounted_mtp_loss(
         normalization: `"paper"` or `"tokens"`.
         counts: For `"tokens"`: targets per depth over all micro-batches, [n] or one number for all depths, so that
             gradient accumulation is exact. Counted here if None.
-
-    Returns:
-        Scalar, in nats.
-
-    Raises:
-        ValueError: An unknown `normalization`.
     """
     valid = valid.bool()
     terms = torch.where(valid, terms, torch.zeros_like(terms))
@@ -158,10 +131,7 @@ def _discounts(like: Tensor, gamma: float) -> Tensor:
 
 
 def counted(scored: Tensor, normalization: str = "tokens") -> Tensor:
-    """Return the divisors of the summed terms of each depth, [n] int64: targets, or sequences (`"paper"`).
-
-    `scored` is [B, L, n] bool, `normalization` is of `HeadLossOptions`.
-    """
+    """Return the divisors of the summed terms of each depth, [n] int64: scored [B, L, n] targets, or sequences."""
     if normalization == "paper":
         return scored.flatten(1).any(1).sum().expand(scored.shape[-1])
     return scored.sum((0, 1))
@@ -177,35 +147,21 @@ def counts_of_update(
 ) -> Tensor | None:
     """Return the targets per depth of a whole update, [n]; None: it has no other micro-batch.
 
-    Args:
-        drafter: What learns.
-        items: `num_items_in_batch`: [n] from `MTPTrainer`; or one number from `Trainer`, which counts labels, but for a
-            row's first. Then targets are taken to be as many per label as in this micro-batch.
-        labels: As for `loss_counts`, like all that follow.
-        attention_mask: [B, T].
-        position_ids: [B, T].
-        shift_labels: [B, T].
+    `items` is `num_items_in_batch`: [n] from `MTPTrainer`; or one number from `Trainer`, which counts labels, but for a
+    row's first. Then targets are taken to be as many per label as in this micro-batch.
     """
     if items is None or (labels is None and shift_labels is None):
         return None
     items, depths = torch.as_tensor(items), drafter.num_losses
     if items.dim() and items.numel() == depths:
         return items.flatten()
-    if items.numel() != 1:
-        raise ValueError(f"num_items_in_batch has {items.numel()} entries; pass one number, or {depths}, one per depth")
     own = drafter.loss_counts(labels, attention_mask, position_ids, shift_labels)
     counted = labels[:, 1:] if shift_labels is None and labels is not None else cast(Tensor, shift_labels)
     return own * items.flatten().to(own.device) / (counted != IGNORE).sum().clamp(min=1)
 
 
 class DepthLossMixin:
-    """A drafter whose loss has a term per token of its window, and how many targets these have.
-
-    Attributes:
-        loss_unit: Name of a depth in logs.
-        window: Depths of the loss.
-        loss_normalization: See `counted`.
-    """
+    """A drafter whose loss has a term per token of its window, and how many targets these have."""
 
     loss_unit = "head"
     loss_normalization: str = "tokens"
@@ -213,7 +169,6 @@ class DepthLossMixin:
 
     @property
     def num_losses(self) -> int:
-        """Depths of the window."""
         return self.window
 
     @property
@@ -262,15 +217,15 @@ def head_loss(
 
     Args:
         head: The head.
-        config: Its options; `loss_options` and `masked_tokens` are read here.
-        features: [B, L, F], of any floating dtype; for most families the last hidden states.
+        config: Its options.
+        features: [B, L, F].
         targets: [B, L, n] int64, -100 where nothing is scored.
         input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
         counts: [n], divisors of a whole update; None: of this batch.
-        backbone: The parts of its backbone that the head borrows.
+        backbone: Parts of its backbone.
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
         scale: Factor of the loss, or of every depth, [n]; not of the reported means.
-        balance: [n] factors of the depths, for `balance="rms"`; None: those of this batch, which takes a pass.
+        balance: [n] factors of the depths, for `balance="rms"`; None: those of this batch.
         vocabulary: The tokens that are drafted, those of the head's columns and the backbone's logits.
         summaries: [B, L, 2], see `logit_summaries`; None: computed here, where they are read.
     """
@@ -326,8 +281,11 @@ def head_loss(
         teacher.weigh_by_calls(accepted)
         part.arguments = (tokens, scored, unknown, shares, *teacher.arguments)
     if balanced:
-        factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
-        weights = weights * factors
+        if (factors := balance) is None:  # which takes a pass
+            with torch.no_grad():
+                _, (squares,) = chunked_sums(lambda *each: terms(*each)[..., :window].square(), head, [part], size)
+            factors = balance_factors(squares / own.clamp(min=1))
+        weights = weights * factors.to(weights)
     reported = (teacher is not None) + (balanced and balance is not None)
     part.weights = nn.functional.pad(weights, (0, window * reported))  # reported values have the weight 0
     loss, (sums,) = chunked_sums(terms, head, [part], size, together)
@@ -345,10 +303,7 @@ def head_loss(
 
 
 def skips_first(config: MTPHeadConfig) -> bool:
-    """Return whether depth 1 weighs nothing: it is the backbone's own, by the family's recipe.
-
-    Training leaves it out: it is a share of 1/n of all logits, and a constant where the backbone is frozen.
-    """
+    """Return whether training leaves depth 1 out: it weighs nothing, for it is the backbone's own."""
     options, recipe, window = config.loss_options, config.family.loss_weights, config.num_depths
     if window < 2 or recipe is None or recipe(window)[0] != 0:
         return False
@@ -361,8 +316,8 @@ def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
     """Return the factors of the summed terms of each depth, [n], from targets per depth [n]; 0 counts as 1.
 
     `weights`, or the family's own recipe with gamma for its discount, are divided by the counts; without either,
-    weights of gamma sum to 1 (`discounted_weights`), but for `normalization="paper"`. The loss `"block"` is
-    divided by the targets at depth 2, the positions where a cycle may begin, and no discount is read there.
+    weights of gamma sum to 1, but for `normalization="paper"`. The loss `"block"` is divided by the targets at depth 2,
+    the positions where a cycle may begin, and no discount is read there.
     """
     options, recipe = config.loss_options, config.family.loss_weights
     weights = options.weights
@@ -382,18 +337,10 @@ def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
     return discounted_weights(counts, gamma)
 
 
-def _rms_balance(terms: Callable[..., Tensor], head: nn.Module, part: LossSegment, size: int, counts: Tensor) -> Tensor:
-    """Return `balance_factors` of a batch (Mehra et al. 2025), which takes a pass."""
-    window = len(counts)
-    with torch.no_grad():
-        _, (squares,) = chunked_sums(lambda *chunk: terms(*chunk)[..., :window].square(), head, [part], size)
-    return balance_factors(squares / counts.clamp(min=1))
-
-
 def balance_factors(squares: Tensor) -> Tensor:
-    """Return the root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n].
+    """Return the roots of the mean squared term of depth 1 over that of each depth, [n] (Mehra et al. 2025).
 
-    It is 1 where one of them is 0: a depth without targets has no terms.
+    They are 1 where one of the mean squared terms [n] is 0: a depth without targets has none.
     """
     known = (squares > 0) & (squares[:1] > 0)
     return torch.where(known, squares[:1] / squares.where(known, torch.ones_like(squares)), 1.0).sqrt()

@@ -1,16 +1,15 @@
 """Heads of blocks between the last hidden state and an unembedding: Medusa, blockwise parallel decoding, Hydra.
 
-Hydra's heads read the tokens drafted before them, optionally after their own decoder layer (Hydra++).
-
-Directories that are read and written: Medusa's authors' (version 1, 2, merged into a model), vLLM's, and those of
-Hydra's authors (`hydra_lm_head.pt` and `config.json`). Medusa's authors': `{k}.{j}.linear.{weight, bias}` for head k
-and block j, `{k}.{blocks}.weight` its unembedding (version 2 has none). Merged: the same after `medusa_head.` in a
-model's files. vLLM: `blocks.{k}.layers.{j}.*` and `lm_heads.{k}.weight`.
+Hydra's heads read the tokens drafted before them, optionally after their own decoder layer (Hydra++). Directories of
+Medusa's authors hold `{k}.{j}.linear.{weight, bias}` for head k and block j, and `{k}.{blocks}.weight`, its unembedding
+(version 2 has none), merged models the same after `medusa_head.`; vLLM's `blocks.{k}.layers.{j}.*` and
+`lm_heads.{k}.weight`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -31,55 +30,44 @@ from ...generation.tensors.tensor_files import (
     Tensors,
     below,
     count_of,
+    names_in,
     read_json,
     read_tensors,
     renamed,
     tensor_names,
-    unlisted_file,
     weight_files,
 )
 from ...generation.tensors.wrapped_models import input_embeddings
 from ..common.backbone_parts import BackboneParts, LayerSource, read_config, required
 from .circuit_head import FFHead, check_vllm_unembedding, factorised_distribution, vllm_fields
-from .family import Directory, HeadFamily, HeadLayout, register
+from .family import Directory, HeadFamily, HeadLayout, Parts, register
 from .layer import DecoderLayers
 from .window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution, exact
 
 
-class ResidualBlock(nn.Module):
-    """u + SiLU(A u + a), with A = 0 at the start (Medusa)."""
+class Block(nn.Module):
+    """B u + b + SiLU(A u + a): B is the identity (Medusa) or, of a wider u, learned (Hydra), and picks its beginning.
 
-    def __init__(self, width: int) -> None:
+    At the start A and b are 0, and a is from +-1/sqrt(width of u).
+    """
+
+    def __init__(self, width: int, inputs: int | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = nn.Linear(inputs or width, width)
+        self.res_connection = None if inputs is None else nn.Linear(inputs, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
-        return states + nn.functional.silu(self.linear(states))
+        kept = states if self.res_connection is None else self.res_connection(states)
+        return kept + nn.functional.silu(self.linear(states))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Set A = 0 and draw a from +-1/sqrt(d); `std` is not read."""
-        _reset(self.linear)
-
-
-class ConcatBlock(nn.Module):
-    """B u + b + SiLU(A u + a) from a wider u (Hydra); at the start B picks u's first `width` numbers."""
-
-    def __init__(self, inputs: int, width: int) -> None:
-        super().__init__()
-        self.linear, self.res_connection = nn.Linear(inputs, width), nn.Linear(inputs, width)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Map [..., inputs] to [..., d]."""
-        return self.res_connection(states) + nn.functional.silu(self.linear(states))
-
-    @torch.no_grad()
-    def reset_head(self, std: float) -> None:
-        """Set A = 0, B = [I, 0] and b = 0, and draw a from +-1/sqrt(inputs); `std` is not read."""
-        _reset(self.linear)
-        init.copy_(self.res_connection.weight, torch.eye(*self.res_connection.weight.shape))
-        init.zeros_(self.res_connection.bias)
+        init.zeros_(self.linear.weight)
+        bound = self.linear.in_features**-0.5
+        init.uniform_(self.linear.bias, -bound, bound)
+        if self.res_connection is not None:
+            init.copy_(self.res_connection.weight, torch.eye(*self.res_connection.weight.shape))
+            init.zeros_(self.res_connection.bias)
 
 
 class FeedForwardBlock(nn.Module):
@@ -90,12 +78,10 @@ class FeedForwardBlock(nn.Module):
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
         return states + self.down(nn.functional.relu(self.up(states)))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Set the second matrix and its bias to 0; the first is drawn from N(0, std^2)."""
         init.zeros_(self.down.weight)
         init.zeros_(self.down.bias)
 
@@ -108,15 +94,14 @@ class Repeated(nn.ModuleList):
         self.count = count
 
     def forward(self, states: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
         for index in range(self.count):
             states = self[min(index, len(self) - 1)](states)
         return states
 
 
-def repeated(count: int, tied: bool, width: int) -> Repeated:
-    """Return `count` residual blocks; tied ones are one module."""
-    return Repeated([ResidualBlock(width) for _ in range(min(count, 1) if tied else count)], count)
+def repeated(count: int, tied: bool, block: Callable[[], nn.Module]) -> Repeated:
+    """Return `count` new blocks; tied ones are one module."""
+    return Repeated([block() for _ in range(min(count, 1) if tied else count)], count)
 
 
 class OwnUnembeddings(nn.Module):
@@ -128,7 +113,6 @@ class OwnUnembeddings(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, vocab_size)) if bias else None
 
     def forward(self, states: Tensor, index: int) -> Tensor:
-        """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
         logits = self.heads[index](states)[..., 0, :]  # [..., V]
         return logits if self.bias is None else logits + self.bias[index]
 
@@ -142,26 +126,20 @@ class OwnUnembeddings(nn.Module):
 
 
 class BlockHead(nn.Module):
-    """What Medusa and Hydra heads share: position 1 is the backbone's own distribution; `unembeddings` of the others.
-
-    Args:
-        config: Head options: `window`, `unembedding`.
-        hidden_size: d.
-        vocab_size: V.
-        bias: Whether the heads' own unembeddings have biases.
-    """
+    """What Medusa and Hydra heads share: position 1 is the backbone's own, `unembeddings` are of the others."""
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
         super().__init__()
         self.vocab_size, owns, count = vocab_size, config.unembedding == "own", config.num_drafts
         self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size, bias) if owns else None
 
-    def unembed(self, states: Tensor, index: int, backbone: BackboneParts | None) -> Tensor:
-        """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
-        return required(backbone).unembed(states) if self.unembeddings is None else self.unembeddings(states, index)
+    def unembed(self, states: Tensor, index: int, backbone: Parts) -> Tensor:
+        """Return the logits [..., V] of head `index`, -1 being the backbone's own, at states [..., d]."""
+        if index < 0 or self.unembeddings is None:
+            return required(backbone).unembed(states)
+        return self.unembeddings(states, index)
 
     def start_from(self, backbone: BackboneParts) -> None:
-        """Copy the backbone's unembedding into every own one."""
         if self.unembeddings is not None:
             self.unembeddings.start_from(backbone)
 
@@ -186,48 +164,31 @@ def _copies(heads: int, blocks: int) -> dict[str, str]:
     return {f"blocks.{k}.{j}.linear.{part}": f"blocks.{k}.0.linear.{part}" for k, j, part in indices}
 
 
-def _reset(linear: nn.Linear) -> None:
-    init.zeros_(linear.weight)
-    bound = linear.in_features**-0.5
-    init.uniform_(linear.bias, -bound, bound)
-
-
 class MedusaHead(BlockHead):
-    """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own
-    distribution.
-
-    Args:
-        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembedding`, `block`, `block_size`.
-        hidden_size: d.
-        vocab_size: V.
-    """
+    """Head k = 1..n-1 predicts the token k + 1 ahead: W_k block(...block(h)); position 1 is the backbone's own."""
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__(config, hidden_size, vocab_size)
         self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(config.num_drafts))
 
     def forward(
-        self, hidden_states: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
+        self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
         """Return `leaf_logits` [..., n, 1, V] of states [..., d], or those of positions start .. stop - 1."""
-        positions = range(len(self.blocks) + 1)[start:stop]
+        indices = range(-1, len(self.blocks))[start:stop]
+        states = [hidden_states if index < 0 else self.blocks[index](hidden_states) for index in indices]
         if self.unembeddings is None:  # one product for all positions
-            states = [self.blocks[position - 1](hidden_states) if position else hidden_states for position in positions]
-            return {"leaf_logits": exact(required(backbone).unembed(torch.stack(states, -2))).unsqueeze(-2)}
-        logits = [self._logits(position, hidden_states, backbone) for position in positions]
-        return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}  # [..., n, 1, V]
-
-    def _logits(self, position: int, hidden_states: Tensor, backbone: BackboneParts | None) -> Tensor:
-        if position == 0:
-            return required(backbone).unembed(hidden_states)
-        return self.unembed(self.blocks[position - 1](hidden_states), position - 1, backbone)
+            logits = exact(required(backbone).unembed(torch.stack(states, -2)))
+        else:
+            each = (self.unembed(state, index, backbone) for index, state in zip(indices, states))
+            logits = torch.stack([exact(part) for part in each], -2)
+        return {"leaf_logits": logits.unsqueeze(-2)}  # [..., n, 1, V]
 
 
-def _blocks(config: MTPHeadConfig, hidden_size: int) -> Repeated:
-    if config.block == "residual":
-        return repeated(config.num_blocks, config.tied_blocks, hidden_size)
-    inner = config.block_size or 4 * hidden_size
-    return Repeated([FeedForwardBlock(hidden_size, inner) for _ in range(config.num_blocks)], config.num_blocks)
+def _blocks(config: MTPHeadConfig, width: int) -> Repeated:
+    inner = config.block_size or 4 * width
+    block = partial(Block, width) if config.block == "residual" else partial(FeedForwardBlock, width, inner)
+    return repeated(config.num_blocks, config.tied_blocks, block)
 
 
 _MERGED = "medusa_head."
@@ -268,15 +229,14 @@ def _read_vllm(directory: Path) -> Directory:
     for name, tensor in list(ours.items()):
         if name.endswith("linear.weight"):
             ours.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
-    return _options(directory, values, ours, of_heads=True)
+    return _options(directory, values, ours)
 
 
 def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields and tensors of version 1, or of version 2 where the unembedding is the backbone's."""
-    fields: Fields = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
-    if config.unembedding == "shared":
-        fields["version"] = "2"
-    return fields, _named(config, tensors, _OFFICIAL)
+    version = {"version": "2"} if config.unembedding == "shared" else {}
+    fields = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
+    return fields | version, _named(config, tensors, _OFFICIAL)
 
 
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
@@ -297,23 +257,15 @@ def _refusal(config: MTPHeadConfig) -> str | None:
     return None if config.block == "residual" else f"it holds block='residual', not block={config.block!r}"
 
 
-def _is_vllm(directory: Path, fields: Fields) -> bool:
-    return fields.get("model_type") == "medusa"
-
-
 def _is_official(directory: Path, fields: Fields) -> bool:
     if any(directory.glob("medusa_lm_head.*")) or "medusa_num_heads" in fields:
         return True
-    names = tensor_names(directory)  # of a merged model that does not say so
-    is_unlisted = bool(names) and unlisted_file(directory, lambda name: name.startswith(_MERGED)) is not None
-    return is_unlisted or any(name.startswith(_MERGED) for name in names)
+    files = (names_in(file) for file in directory.glob("*.safetensors"))  # of a merged model that does not say so
+    return any(name.startswith(_MERGED) for names in (tensor_names(directory), *files) for name in names)
 
 
-def _options(directory: Path, values: Fields, ours: Tensors, of_heads: bool = False) -> Directory:
-    """Return the options from the weights alone: released configs of the authors have 2 heads for 5.
-
-    With `of_heads`, the config is vLLM's, whose sizes are those of the heads.
-    """
+def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
+    """Return the options from the weights alone: released configs of the authors have 2 heads for 5."""
     indices = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
     if not indices:
         if "unembeddings.heads.0.weight" in ours:
@@ -322,55 +274,35 @@ def _options(directory: Path, values: Fields, ours: Tensors, of_heads: bool = Fa
     heads, blocks = (count_of(directory, numbers, what) for numbers, what in zip(zip(*indices), ("head", "block")))
     unembedding = ours.get("unembeddings.heads.0.weight")
     width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
-    rows, version = None if unembedding is None else len(unembedding), values.get("version")
-    shown: Fields = {"medusa_num_layers": blocks, "hidden_size": width, "vocab_size": rows}
-    if of_heads:
-        shown |= {"num_heads": heads, "num_hidden_layers": blocks, "truncated_vocab_size": rows}
-    for name, value in shown.items():
-        settled(directory, name, values.get(name), value)
-    if version is not None and (str(version) == "2") != (unembedding is None):
-        raise ValueError(f"{directory}: version={version!r}: heads without unembeddings are version '2'")
+    rows = None if unembedding is None else len(unembedding)
+    settled(directory, "truncated_vocab_size", values.get("truncated_vocab_size"), rows)
+    if unembedding is not None and str(values.get("version")) == "2":
+        raise ValueError(f"{directory}: version='2' has no unembeddings, which are among the tensors")
     tied, ours = untied(ours, heads, blocks)
-    options = {
-        "head_type": "medusa",
-        "window": heads + 1,
-        "num_blocks": blocks,
-        "tied_blocks": tied,
-        "unembedding": "shared" if unembedding is None else "own",
-        "hidden_size": width,
-        "vocab_size": rows or values.get("vocab_size"),
-        "base_model_name_or_path": values.get("base_model_name_or_path"),
-    }
-    return options, ours
+    options = {"head_type": "medusa", "window": heads + 1, "num_blocks": blocks, "tied_blocks": tied}
+    options |= {"unembedding": "shared" if unembedding is None else "own", "hidden_size": width}
+    options |= {"vocab_size": rows or values.get("vocab_size")}
+    return options | {"base_model_name_or_path": values.get("base_model_name_or_path")}, ours
 
 
 _FIELDS = names("medusa_num_heads medusa_num_layers base_model_name_or_path hidden_size vocab_size")
 _OF_VLLM = names("truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias original_lm_head")
 _OFFICIAL_FIELDS = FieldTable("medusa", {"": _FIELDS | {"version"}})
-_VLLM_FIELDS = FieldTable(
-    "vllm", {"": _FIELDS | _OF_VLLM}, {"": names("max_paths topk max_seq_len num_lookahead_tokens")}
-)
-register(
-    HeadFamily(
-        MEDUSA,
-        MedusaHead,
-        factorised_distribution,
-        start_from=lambda head, backbone: head.start_from(backbone),
-        is_independent=True,
-        layouts=[
-            HeadLayout("vllm", _is_vllm, _read_vllm, _refusal, _write_vllm, fields=_VLLM_FIELDS),
-            HeadLayout(
-                "medusa",
-                _is_official,
-                _read_official,
-                _refusal,
-                _write_official,
-                "medusa_lm_head.safetensors",
-                fields=_OFFICIAL_FIELDS,
-            ),
-        ],
-    )
-)
+_UNREAD = names("max_paths topk max_seq_len num_lookahead_tokens")
+_VLLM_FIELDS = FieldTable("vllm", {"": _FIELDS | _OF_VLLM}, {"": _UNREAD})
+_AUTHORS = HeadLayout("medusa", _is_official, _read_official, _refusal, _write_official, "medusa_lm_head.safetensors")
+_LAYOUTS = [
+    HeadLayout(
+        "vllm",
+        lambda directory, fields: fields.get("model_type") == "medusa",
+        _read_vllm,
+        _refusal,
+        _write_vllm,
+        fields=_VLLM_FIELDS,
+    ),
+    replace(_AUTHORS, fields=_OFFICIAL_FIELDS),
+]
+register(HeadFamily(MEDUSA, MedusaHead, factorised_distribution, is_independent=True, layouts=_LAYOUTS))
 
 
 EMBEDDING = "input_embed_fn.weight"
@@ -380,74 +312,59 @@ _UNUSED = (_PREFIX + "embed_tokens.weight", _PREFIX + "layers.0.self_attn.rotary
 
 
 class HydraHead(BlockHead):
-    """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own
-    distribution.
+    """Head k = 1..n-1 predicts x_{t+1+k} from [s; e(x_{t+1}); ..; e(x_{t+k})]; position 1 is the backbone's own.
 
     s is the state at t, or what a decoder layer over all states up to t makes of it (`arch="prefix-mlp"`).
-
-    Args:
-        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembedding`, `arch`, `grounded`, `state_offset`.
-        hidden_size: d.
-        vocab_size: V.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__(config, hidden_size, vocab_size, bias=True)
-        self.config, count = config, config.num_drafts
+        self.config, self.width, count = config, hidden_size, config.num_drafts
         self.prefix = PrefixLayer(config) if config.arch == "prefix-mlp" else None
         self.firsts = nn.ModuleList(
-            ConcatBlock((k + 2) * hidden_size, hidden_size) if config.grounded else ResidualBlock(hidden_size)
-            for k in range(count)
+            Block(hidden_size, (k + 2) * hidden_size if config.grounded else None) for k in range(count)
         )
-        later = config.num_blocks - 1
-        self.blocks = nn.ModuleList(repeated(later, config.tied_blocks, hidden_size) for _ in range(count))
+        later, block = config.num_blocks - 1, partial(Block, hidden_size)
+        self.blocks = nn.ModuleList(repeated(later, config.tied_blocks, block) for _ in range(count))
 
     def features(
         self,
         states: Sequence[Tensor],
         attention_mask: Tensor | None,
         position_ids: Tensor,
-        backbone: BackboneParts | None = None,
+        backbone: Parts = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return h and s of every position, [B, T, 2 d], from the states that `hidden_layers` names, [B, T, d] each."""
+        """Return h and s of every position, [B, T, 2 d], from the states that `hidden_layers` names."""
         state = states[0]
         if self.prefix is not None:
             state = self.prefix(state, attention_mask, position_ids, cache)
         return torch.cat([states[-1].to(state.dtype), state], -1)
 
-    def first(self, features: Tensor, backbone: BackboneParts | None) -> Tensor:
+    def first(self, features: Tensor, backbone: Parts) -> Tensor:
         """Return the logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
-        return required(backbone).unembed(features[..., : self._width(features)])
+        return required(backbone).unembed(features[..., : self.width])
 
     def state(self, features: Tensor) -> Tensor:
-        """Return s, [..., d]."""
-        return features[..., -self._width(features) :]
+        return features[..., -self.width :]
 
-    def _width(self, features: Tensor) -> int:
-        return self._first(0).linear.out_features if len(self.firsts) else features.shape[-1]
-
-    def _first(self, k: int) -> ConcatBlock | ResidualBlock:
-        return cast(ConcatBlock | ResidualBlock, self.firsts[k])
-
-    def logits(self, k: int, state: Tensor, known: Tensor, backbone: BackboneParts | None) -> Tensor:
+    def logits(self, k: int, state: Tensor, known: Tensor, backbone: Parts) -> Tensor:
         """Return logits [..., V] of head k (from 0) given s [..., d] and embeddings of k + 1 tokens [..., k + 1, d]."""
         return self.unembed(self.drafted(k, state, known), k, backbone)
 
     def drafted(self, k: int, state: Tensor, known: Tensor) -> Tensor:
         """Return the state [..., d] that head k unembeds; arguments as for `logits`."""
-        block = self._first(k)
-        inputs = (
-            torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
-        )
+        block, inputs = cast(Block, self.firsts[k]), state
+        if self.config.grounded:
+            inputs = torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1)
         return self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
 
-    def together(self, features: Tensor, known: Tensor, bound: int, backbone: BackboneParts | None) -> Tensor:
+    def together(self, features: Tensor, known: Tensor, bound: int, backbone: Parts) -> Tensor:
         """Return the logits [..., m + 1 - bound, V] after the first `bound`, .., m of m known tokens [..., m, d].
 
         They are one product with the unembedding that all heads share.
         """
-        state, first = self.state(features), features[..., : self._width(features)]
+        state, first = self.state(features), features[..., : self.width]
         counts = range(bound, known.shape[-2] + 1)
         states = [self.drafted(k - 1, state, known[..., :k, :]) if k else first for k in counts]
         return required(backbone).unembed(torch.stack(torch.broadcast_tensors(*states), -2))
@@ -464,18 +381,11 @@ class PrefixLayer(nn.Module):
     def forward(
         self, states: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """Map [B, T, d] to [B, T, d]; see `layer_options`."""
         states = states.to(next(self.layers.parameters()).dtype)
         return self.layers.run([states], self.norm, self.rotary, attention_mask, position_ids, cache)[0]
 
 
-def _hidden_layers(config: MTPHeadConfig) -> list[int]:
-    """Return the states that Hydra heads read: one, and the last."""
-    return [-1 - config.state_offset, -1]
-
-
 def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> Fields | None:
-    """Return the config of that layer, of the backbone's sizes."""
     if not HYDRA.attends(config):
         return None
     heads = text.num_attention_heads
@@ -511,12 +421,7 @@ def _take_epsilon(head: HydraHead, config: MTPHeadConfig, backbone: PreTrainedMo
 
 
 def _distribution(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: Tensor,
-    backbone: BackboneParts | None,
-    start: int = 0,
-    stop: int | None = None,
+    head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
 ) -> WindowDistribution:
     """Return the distribution at features [..., 2 d] or [..., d]; conditionals are computed on demand."""
     assert isinstance(head, HydraHead)
@@ -563,27 +468,16 @@ def _read(directory: Path) -> Directory:
     own = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
     ours = renamed(own, _names(arch, blocks), directory)
     heads = count_of(directory, (int(name.split(".")[2]) for name in ours if name.startswith("unembeddings.")), "head")
-    for name, value in (("hydra_num_heads", heads), ("hydra_num_layers", blocks)):
-        settled(directory, name, values.get(name), value)
-    ends = [f"{k}.{part}" for k in range(heads) for part in ("weight", "bias")]
-    if missing := [end for end in ends or ["0.weight"] if f"unembeddings.heads.{end}" not in ours]:
-        raise ValueError(f"{directory}: its tensors lack hydra_lm_head.{missing[0]}")
-    ours["unembeddings.bias"] = torch.stack([ours.pop(f"unembeddings.heads.{k}.bias") for k in range(heads)])
+    needed = [f"unembeddings.heads.{k}.{part}" for k in range(heads or 1) for part in ("weight", "bias")]
+    if missing := [name for name in needed if name not in ours]:
+        raise ValueError(f"{directory}: its tensors lack {missing[0]}")
+    ours["unembeddings.bias"] = torch.stack([ours.pop(name) for name in needed[1::2]])
     tied, ours = untied(ours, heads, blocks - 1)
     vocab_size, width = ours["unembeddings.heads.0.weight"].shape
-    options = {
-        "head_type": "hydra",
-        "window": heads + 1,
-        "num_blocks": blocks,
-        "tied_blocks": tied,
-        "unembedding": "own",
-        "arch": arch,
-        "grounded": values.get("grounded_heads", True),
-        "state_offset": values.get("hidden_state_offset", 0),
-        "hidden_size": width,
-        "vocab_size": vocab_size,
-        "base_model_name_or_path": values.get("base_model_name_or_path"),
-    }
+    options = {"head_type": "hydra", "window": heads + 1, "num_blocks": blocks, "tied_blocks": tied, "arch": arch}
+    options |= {"grounded": values.get("grounded_heads", True), "state_offset": values.get("hidden_state_offset", 0)}
+    options |= {"unembedding": "own", "hidden_size": width, "vocab_size": vocab_size}
+    options |= {"base_model_name_or_path": values.get("base_model_name_or_path")}
     if arch == "prefix-mlp":
         options["backbone_config"] = _stored_layer_config(directory, tensors, vocab_size)
     return options, ours | ({EMBEDDING: tensors[EMBEDDING]} if EMBEDDING in tensors else {})
@@ -600,14 +494,9 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
     if prefix:  # their strict loader requires these unused tensors
         head_dim = (config.backbone_config or {})["head_dim"]
         named |= {_UNUSED[0]: embedding, _UNUSED[1]: 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)}
-    fields = {
-        "hydra_num_heads": config.num_drafts,
-        "hydra_num_layers": config.num_blocks,
-        "hydra_head_arch": config.arch,
-        "grounded_heads": config.grounded,
-        "hidden_state_offset": config.state_offset,
-    }
-    return fields, named
+    fields = {"hydra_num_heads": config.num_drafts, "hydra_num_layers": config.num_blocks}
+    fields |= {"hydra_head_arch": config.arch, "grounded_heads": config.grounded}
+    return fields | {"hidden_state_offset": config.state_offset}, named
 
 
 def _stored_layer_config(directory: Path, tensors: Tensors, vocab_size: int) -> Fields:
@@ -625,26 +514,24 @@ _READ = names("hydra_num_heads hydra_num_layers hydra_head_arch grounded_heads h
 _HYDRA_FIELDS = FieldTable(
     "hydra", {"": _READ | {"base_model_name_or_path"}}, {"": names("dropout_rate hidden_size vocab_size")}
 )
+_HYDRA = HeadLayout(
+    "hydra",
+    lambda directory, fields: any(directory.glob("hydra_lm_head.*")) or "hydra_num_heads" in fields,
+    _read,
+    lambda config: None if config.unembedding == "own" else "its unembedding is 'own', not 'shared'",
+    _write,
+    "hydra_lm_head.pt",  # the only form that their code reads
+    fields=_HYDRA_FIELDS,
+)
 register(
     HeadFamily(
         HYDRA,
         HydraHead,
         _distribution,
         features=lambda head, *context: head.features(*context),
-        hidden_layers=_hidden_layers,
+        hidden_layers=lambda config: [-1 - config.state_offset, -1],
         layer_config=_layer_config,
         fit=_take_epsilon,
-        start_from=lambda head, backbone: head.start_from(backbone),
-        layouts=[
-            HeadLayout(
-                "hydra",
-                lambda directory, fields: any(directory.glob("hydra_lm_head.*")) or "hydra_num_heads" in fields,
-                _read,
-                lambda config: None if config.unembedding == "own" else "its unembedding is 'own', not 'shared'",
-                _write,
-                "hydra_lm_head.pt",  # the only form that their code reads
-                fields=_HYDRA_FIELDS,
-            )
-        ],
+        layouts=[_HYDRA],
     )
 )

@@ -22,28 +22,18 @@ from ..common.draft_vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class Given:
-    """What known tokens add to a distribution whose leaves read them (`context`).
+    """What known tokens add to a distribution whose leaves read them (`context`): biases of logits."""
 
-    Attributes:
-        bias: [..., m, v], of the leaf logits of the first m positions, known ones included.
-        moves: [..., m - 1, r, r], of the logits of transitions; None: they read nothing.
-    """
-
-    bias: Tensor
-    moves: Tensor | None = None
+    bias: Tensor  # [..., m, v], of the leaves of the first m positions, known ones included
+    moves: Tensor | None = None  # [..., m - 1, r, r], of transitions
 
 
 class TokenReader:
     """The tokens of a draft so far, as the leaves and transitions after them read them.
 
-    Args:
-        look_up: From a token [...] to the biases of the next positions, side by side, [..., count v], in memory that
-            nobody else reads, and that of the transition after it.
-        size: v.
-
-    Attributes:
-        bias: [..., v], of the leaf logits of the next position; None: none.
-        moves: [..., r, r], of the logits of the transitions after the tokens that are read; None: none.
+    `look_up` makes of a token [...] the biases of the next positions, side by side, [..., count v], in memory that
+    nobody else reads, and that of the transition after it. `bias` [..., v] is of the leaf logits of the next position,
+    `moves` [..., r, r] of the logits of the transitions after the tokens that are read.
     """
 
     def __init__(self, look_up: Callable[[Tensor], tuple[Tensor, Tensor | None]], size: int) -> None:
@@ -127,23 +117,14 @@ class WindowDistribution(ABC):
 
     @abstractmethod
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Let `choose` pick from each exact conditional in turn.
-
-        Args:
-            choose: Picks tokens and states the distribution that it picked from.
-            length: Number of tokens; None: the window.
+        """Let `choose` pick `length` tokens (None: the window), each from its exact conditional.
 
         Returns:
             tokens [..., length], and the distributions they were drawn from [..., length, v].
         """
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n].
-
-        Args:
-            tokens: [..., n] int64.
-            unknown: [..., n], True where a token is not known and is summed out; its own entry is then 0.
-        """
+        """Return log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n]; 0 at `unknown` ones, which are summed out."""
         prefix = self.prefix_log_prob(tokens) if unknown is None else self.prefix_log_prob(tokens, unknown)
         before = torch.nn.functional.pad(prefix[..., :-1], (1, 0))
         return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))  # -inf - -inf is NaN
@@ -168,67 +149,53 @@ class WindowDistribution(ABC):
 class _ConditionalsDistribution(WindowDistribution):
     """A distribution that is defined by its conditionals."""
 
+    @abstractmethod
+    def _all_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [..., n, v] of all conditionals along tokens [..., n]."""
+
+    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
+        return self._all_logits(tokens).log_softmax(-1).expand(*tokens.shape, -1)  # [..., n, v]
+
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return the conditionals at the tokens."""
-        chosen = self._token_log_probs(tokens)
+        chosen = log_probs_at(self._all_logits(tokens), tokens)
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
-    def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return the conditionals [..., n] at tokens [..., n], from logits where they are known."""
-        return at_tokens(self.conditional_log_probs(tokens), tokens)
-
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return cumulated conditionals."""
         return self.token_log_probs(tokens, unknown).cumsum(-1)
 
 
 class FactorisedDistribution(_ConditionalsDistribution):
-    """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024).
-
-    Args:
-        leaf_logits: [..., n, 1, v].
-    """
+    """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024), from leaf_logits [..., n, 1, v]."""
 
     def __init__(self, leaf_logits: Tensor) -> None:
         self.leaf_logits = leaf_logits
         self.window = leaf_logits.shape[-3]
 
-    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return log leaf_i, which no token changes."""
-        return self.leaf_logits[..., 0, :].log_softmax(-1).expand(*tokens.shape, -1)  # [..., n, v]
-
-    def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        return log_probs_at(self.leaf_logits[..., 0, :], tokens)
+    def _all_logits(self, tokens: Tensor) -> Tensor:
+        return self.leaf_logits[..., 0, :]
 
     def given(self, given: Given) -> FactorisedDistribution:
         """Return the distribution with biased leaves."""
         return FactorisedDistribution(self.leaf_logits + given.bias[..., -self.window :, None, :])
 
     def next_log_probs(self, prefix: Tensor, given: Given | None = None) -> Tensor:
-        """Return the logits of leaf_{j+1}, which no prefix changes but by a bias."""
         leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]  # [..., v]
         if given is not None:
             return leaf + given.bias[..., -1, :]
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
     def condition(self, first: Tensor) -> FactorisedDistribution:
-        """Return the other positions, which are independent."""
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
-        """Return the argmax of every leaf; no normalisation needed."""
         return largest(note, self.leaf_logits[..., :length, 0, :])[0]
 
 
 class SequentialDistribution(_ConditionalsDistribution):
     """q(x) = prod_k softmax(next_logits(e(x_1), .., e(x_{k-1})))[x_k].
-
-    Conditioning on a token is exact and free. With known tokens all conditionals are evaluated without a loop over the
-    batch or over drafts; drafting takes one step per token.
 
     Args:
         next_logits: The conditionals.
@@ -255,15 +222,7 @@ class SequentialDistribution(_ConditionalsDistribution):
         """Logits of the first free position, [..., 1, 1, V]."""
         return self._logits(self.known)[..., None, None, :]
 
-    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return teacher-forced conditionals: each reads the tokens before it."""
-        return self._all_logits(tokens).log_softmax(-1)  # [..., n, V]
-
-    def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        return log_probs_at(self._all_logits(tokens), tokens)
-
     def _all_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits [..., n, V] of teacher-forced conditionals."""
         prefix = self._extended(tokens[..., :-1])  # [..., j + n - 1, d]
         bound = self.known.shape[-2]
         if self.together is not None:
@@ -272,25 +231,17 @@ class SequentialDistribution(_ConditionalsDistribution):
         return torch.stack(torch.broadcast_tensors(*steps), -2)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the logits of the next conditional."""
         return self._logits(self._extended(prefix))
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Return the conditionals at the tokens.
-
-        Raises:
-            ValueError: An unknown token that a known one follows: it would have to be summed out.
-        """
         refuse_gaps(unknown)
         return super().token_log_probs(tokens, unknown)
 
     def condition(self, first: Tensor) -> SequentialDistribution:
-        """Bind the embedding of `first`."""
         known = self._extended(first[..., None])
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, known, self.together)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Draft one token after the other."""
         distribution, tokens, draft_probs = self, [], []
         for _ in range(self.window if length is None else min(length, self.window)):
             token, probs = choose(distribution._logits(distribution.known).softmax(-1))
@@ -312,10 +263,6 @@ class PartialDistribution(WindowDistribution):
     """A distribution whose columns are the tokens of a draft vocabulary, over all token ids: 0 for the others.
 
     A token without a column may come first, as verification may add any token, or be in a sequence to evaluate.
-
-    Args:
-        inner: The distribution; its `codes` are set.
-        vocabulary: The tokens.
     """
 
     def __init__(self, inner: WindowDistribution, vocabulary: DraftVocabulary) -> None:
@@ -324,7 +271,6 @@ class PartialDistribution(WindowDistribution):
 
     @property
     def leaf_logits(self) -> Tensor:
-        """Return those of the columns."""
         return self.inner.leaf_logits
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
@@ -336,11 +282,9 @@ class PartialDistribution(WindowDistribution):
         return self._without_others(self.inner.token_log_probs, tokens, unknown, False)
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return the columns at their ids, and -inf elsewhere."""
         return self.vocabulary.spread(self.inner.conditional_log_probs(self.vocabulary.codes(tokens)), -torch.inf)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the columns at their ids, and -inf elsewhere."""
         return self.vocabulary.spread(self.next_columns(prefix), -torch.inf)
 
     def next_columns(self, prefix: Tensor) -> Tensor:
@@ -348,11 +292,9 @@ class PartialDistribution(WindowDistribution):
         return self.inner.next_log_probs(self.vocabulary.codes(prefix))
 
     def condition(self, first: Tensor) -> PartialDistribution:
-        """Condition on a token; one without a column is no evidence for circuits."""
         return PartialDistribution(self.inner.condition(self.vocabulary.codes(first)), self.vocabulary)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Let `choose` pick token ids of distributions over all ids."""
 
         def column(probs: Tensor) -> tuple[Tensor, Tensor]:
             token, chosen = choose(self.vocabulary.spread(probs))
@@ -362,11 +304,9 @@ class PartialDistribution(WindowDistribution):
         return self.vocabulary.tokens(codes), probs
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
-        """Return the ids of the likeliest columns."""
         return self.vocabulary.tokens(self.inner.greedy(length, note))
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return ids, and the distributions over all ids."""
         codes, probs = self.inner.sample_with_probs(length)
         return self.vocabulary.tokens(codes), self.vocabulary.spread(probs)
 

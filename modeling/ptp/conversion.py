@@ -28,14 +28,10 @@ from ...generation.tensors.tensor_files import (
     read_yaml,
     renamed,
     unwrapped,
-    warn_of_numbers,
 )
 
 _FILE, _LAST, _SHARES = "train.yaml", "last.ckpt", "correct_count_hist.pt"
-_TARGETS = {
-    "model": "ptp.lit.ParallelSamplingLightningModule",
-    "model.model": "ptp.transformer.MixedTransformerModel",
-}
+_TARGETS = {"model": "ptp.lit.ParallelSamplingLightningModule", "model.model": "ptp.transformer.MixedTransformerModel"}
 _MODEL, _LORA = "model.model", "model.model.lora_config"
 _TABLE = FieldTable(
     "official",
@@ -77,12 +73,7 @@ _PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mi
 
 
 class OfficialRun:
-    """A run, and one of its checkpoints; see `PTPForCausalLM.from_official`.
-
-    Attributes:
-        options: Of its student, for `from_backbone`.
-        tensors: Of the checkpoint, in this library's names; read where they are used.
-    """
+    """A run: the `options` of its student, and the `tensors` of a checkpoint in this library's names."""
 
     def __init__(self, folder: Path, checkpoint: str | None, ignored: Sequence[str]) -> None:
         self.folder, self.file = folder, folder / _FILE
@@ -113,7 +104,6 @@ class OfficialRun:
                 raise ValueError(f"{self.file}: {_LORA}.r={rank}, but {name} has the shape {tuple(tensor.shape)}")
 
     def backbone(self, given: PreTrainedModel | str | PathLike | None) -> PreTrainedModel:
-        """Return the backbone: a model, or the one of a name, which is that of the run by default."""
         if isinstance(given, nn.Module):
             return given
         check_index(name := self.name if given is None else given)
@@ -136,7 +126,6 @@ class OfficialRun:
             if not own[name].is_meta and not torch.equal(own[name].to("cpu", found[name].dtype), found[name]):
                 raise ValueError(f"{file}: {name} differs from that of backbone=, which is not the one of this run")
         trained = {name: tensor for name, tensor in found.items() if name not in backbone}
-        warn_of_numbers(file, trained.items())
         for name, tensor in (trained | {name: torch.zeros(()) for name in idle if ".lora_B." in name}).items():
             own[name].copy_(tensor)
 
@@ -230,7 +219,6 @@ def write_run(
 
 
 def _loaded(file: Path) -> Fields:
-    """Return the content of a checkpoint, of which no code is run."""
     with naming(file):
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     state = loaded.get("state_dict") if isinstance(loaded, dict) else None

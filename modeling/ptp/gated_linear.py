@@ -11,19 +11,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...generation.tensors.shared_models import LayerDivision
-from .gated_lora import ADAPTER, PackedMixin, current_gate, join_siblings, with_adapter
+from .gated_lora import ADAPTER, PackedMixin, current_gate, with_adapter
 
 
 class GatedLinear(PackedMixin, Linear):
     """W x everywhere, and s B (A x) added at auxiliary positions."""
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Make the adapter, once."""
         if self.lora_A:
             raise ValueError("PTPForCausalLM has gated adapters and takes no others: merge them before from_backbone")
         if isinstance(layer := self.base_layer, nn.Linear):  # peft counts the features of this process
@@ -45,4 +43,3 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
         if isinstance(layer, GatedLinear):
             dtype = torch.promote_types(layer.weight.dtype, torch.float32)
             layer.lora_A.to(dtype), layer.lora_B.to(dtype)
-    join_siblings(model)

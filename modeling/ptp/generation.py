@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers.utils import logging
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.fields import refuse
-from ...configuration.ptp import SAMPLING, PTPConfig
+from ...configuration.ptp import PTPConfig
+from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
 from ...generation.contract import DraftSession
@@ -19,9 +20,8 @@ from ...generation.drafter import BaseDrafter, DrafterFacts
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
-from .session import BestOfSession, CentralVerifier, ParallelSession
+from .session import ParallelSession, SeparateSession
 
-logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
@@ -61,68 +61,41 @@ class ParallelDrafter(BaseDrafter):
         return DrafterFacts("uniforms", window, rows, (paper,))
 
     def sampling_defaults(self, sources: Sources) -> Kwargs:
-        """Return the temperature, top-k and top-p that the drafts were learned for, where a call samples and sets
-        none."""
+        """Return what drafts were learned for, where a call samples and sets no temperature, top-k or top-p."""
         learned = self.config.sampling or {}
         is_set = any(first_set(name, sources) is not None for name in learned)
         return {} if is_set or not first_set("do_sample", sources) else dict(learned)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate the options of parallel token prediction, and choose the rule.
-
-        Raises:
-            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or with a seed; a seed or
-                uniforms where beams are searched; no slots; an option of another kind of drafter.
-        """
-        extra = options.extra
+        """Validate the options of parallel token prediction, and choose the rule."""
+        extra = dict(options.extra)
+        if extra.get("uniforms") is not None:
+            extra["uniforms"] = torch.as_tensor(extra["uniforms"])
         if options.draft_tree is not None:
             raise ValueError(f"draft_tree={options.draft_tree!r}: slots draft chains; leave it out")
         default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
-        options = replace(options, verification=options.verification or default)
+        options = replace(options, verification=options.verification or default, extra=extra)
         _check_options(options, config, self.config)
         has_source = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
         extra = {"slot_budget": 3 * self.config.num_slots} | extra
         return replace(options, extra=extra, needs_our_loop=has_source)
 
     def start(self, options: DraftOptions) -> ParallelSession:
-        """Return a session with slots after every possible number of accepted drafts."""
-        self.warn_of_mismatch(options)
-        many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
-        if many > 1:
-            return BestOfSession(self.config, options, uniforms, many=many)
-        return ParallelSession(self.config, options, uniforms, distribution=self.slot_distribution)
+        return ParallelSession(self.config, options, make_uniforms(options), self.slot_distribution)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return a greedy verifier, a coupled one, or one of a speculative rule with its own uniforms."""
         if not options.do_sample:
             return GreedyVerifier(options.may_exclude_all)
-        session = cast(ParallelSession, session)
-        if options.verification != "coupled":
-            return SampledVerifier(options.verification, session.uniforms)
-        return CentralVerifier(session) if isinstance(session, BestOfSession) else CoupledVerifier(session.uniforms)
-
-    def warn_of_mismatch(self, options: DraftOptions) -> None:
-        """Warn of a target that the drafts were not learned for."""
-        learned, actual = self.config.sampling or {}, options.sampling
-        fits = all((actual[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
-        if fits or not (options.drafts and options.do_sample):
-            return
-        then, now = (", ".join(f"{name}={values[name]}" for name in SAMPLING) for values in (learned, actual))
-        logger.warning_once(
-            f"The drafts were learned for {then}, and the target is sampled with {now}: the text stays exact, but "
-            f"fewer drafts are accepted. Leave these options out, or distil with sampling={actual}."
-        )
+        uniforms = cast(ParallelSession, session).uniforms
+        is_coupled = options.verification == "coupled"
+        return CoupledVerifier(uniforms) if is_coupled else SampledVerifier(options.verification, uniforms)
 
 
-def make_uniforms(options: DraftOptions) -> Uniforms:
-    """Return the uniforms of a call: fixed by position where draft and target pick with the same ones.
-
-    Raises:
-        ValueError: Uniforms of another shape than [B, max_new_tokens], another number of seeds than of sequences.
-    """
+def make_uniforms(options: DraftOptions, may_stay: bool = True) -> Uniforms:
+    """Return the uniforms of a call: fixed by position where draft and target pick with the same ones."""
     prompt, extra = options.prompt, options.extra
-    is_coupled = options.do_sample and options.verification == "coupled" and extra.get("best_of", 1) == 1
-    stay = is_coupled or not options.drafts  # without drafts nothing is rejected
+    is_coupled = options.do_sample and options.verification == "coupled"
+    stay = (is_coupled and may_stay) or not options.speculates  # without drafts nothing is rejected
     table = extra.get("uniforms")
     shape = len(prompt), options.max_length - prompt.shape[1]
     if table is not None and (table.dim() != 2 or table.shape[0] != shape[0] or table.shape[1] < shape[1]):
@@ -147,67 +120,88 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
       `"quadratic"`: N after every draft, so that each count leaves a whole new draft; or `"linear"`: N after the last
       draft alone, so that a plain step follows a rejection (both of masked prediction, arXiv 2507.11851);
     - `temperature`, `top_k`, `top_p`: where none is set, those that the drafts were learned for
-      (`config.sampling`), not transformers' own;
-    - `best_of`: M vectors of uniforms to draft from in every cycle, the most central of which is chosen: more drafts
-      are accepted, for M^2 times the slots. A run with `seed` can be repeated, but differs from that of
-      `use_mtp=False`.
+      (`config.sampling`), not transformers' own.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call transformers' `generate`, with the options above.
-
-        Raises:
-            RuntimeError: transformers' own loop calls it for an assistant: this model was not attached.
-        """
+        """Call transformers' `generate`, with the options above."""
         if getattr(kwargs.get("generation_config"), "is_assistant", None):
             raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
         return super().generate(*args, **kwargs)
 
 
 def _check_options(options: CallOptions, config: GenerationConfig, own: PTPConfig) -> None:
-    """Refuse slots that draft nothing, and uniforms, seeds and best-of-M where they would not fix or choose tokens."""
-    extra, rule, samples, beams = untyped(options.extra), options.verification, config.do_sample, config.num_beams or 1
-    budget, many, uniforms = extra.get("slot_budget", _LAYOUTS[0]), extra.get("best_of", 1), extra.get("uniforms")
-    least, is_number = 1 + own.predicts_first, isinstance(budget, int) and not isinstance(budget, bool)
-    is_count = isinstance(many, int) and not isinstance(many, bool) and many >= 1
-    is_coupled, has_many, names = rule == "coupled", is_count and many > 1, " or ".join(map(repr, _LAYOUTS))
-    given, source = uniforms is not None, next((name for name in ("seed", "uniforms") if name in extra), None)
-    by_clock = source == "seed" and samples and options.schedule == "adaptive" and not (is_coupled and many == 1)
-    kind = (uniforms.dtype, tuple(uniforms.shape)) if isinstance(uniforms, Tensor) else type(uniforms).__name__
-    are_floats = isinstance(uniforms, Tensor) and uniforms.is_floating_point() and uniforms.numel()
-    low, high = (float(uniforms.min()), float(uniforms.max())) if are_floats else (0.0, 0.0)
-    wanted, plainly = "pass do_sample=True, or drop it", "to decode plainly use use_mtp=False"
+    """Refuse slots that draft nothing, and uniforms and seeds where they would not fix tokens."""
+    extra, rule = untyped(options.extra), options.verification
+    budget, uniforms, least = extra.get("slot_budget", _LAYOUTS[0]), extra.get("uniforms"), 1 + own.predicts_first
+    source = next((name for name in ("seed", "uniforms") if name in extra), None)
+    is_fixing = config.do_sample and rule == "coupled"
+    low, high = (
+        (0.0, 0.0) if uniforms is None or not uniforms.numel() else (float(uniforms.min()), float(uniforms.max()))
+    )
+    by_clock = source == "seed" and config.do_sample and options.schedule == "adaptive" and rule != "coupled"
     refuse(
         [
-            (not is_number and budget not in _LAYOUTS, f"slot_budget={budget!r} must be a whole number, {names}"),
-            (is_number and budget < least, f"slot_budget={budget} must be at least {least}; {plainly}"),
-            (not is_count, f"best_of={many!r} must be a whole number of at least 1"),
             (
-                has_many and "uniforms" in extra,
-                f"best_of={many} draws new uniforms: drop uniforms=, or repeat a run with seed=",
-            ),
-            (has_many and not is_coupled, f"best_of={many} needs verification='coupled', not {rule!r}"),
-            (has_many and not samples, f"best_of={many} is for sampling: {wanted}"),
-            (
-                has_many and not own.reads_uniforms,
-                f"best_of={many}: masks read no uniforms to choose among; leave it out",
+                budget not in _LAYOUTS and (type(budget) is not int or budget < least),
+                f"slot_budget={budget!r} must be a whole number of at least {least}, or one of {_LAYOUTS}",
             ),
             (
-                given and not is_coupled,
-                f"uniforms= fixes the tokens only with verification='coupled', not {rule!r}",
+                uniforms is not None and not is_fixing,
+                "uniforms= fixes tokens with do_sample and verification='coupled'",
             ),
-            (given and "seed" in extra, "give uniforms= or seed=, not both"),
-            (given and not samples, f"uniforms= is for sampling: {wanted}"),
-            (
-                given and not are_floats,
-                f"uniforms is {kind}: pass torch.tensor(uniforms), floats of [B, max_new_tokens]",
-            ),
+            (uniforms is not None and "seed" in extra, "give uniforms= or seed=, not both"),
             (not (low >= 0 and high < 1), f"uniforms must lie in [0, 1), not in [{low:g}, {high:g}]"),
-            (source and beams > 1, f"{source}= cannot be combined with num_beams={beams}; drop one of them"),
+            (source and (config.num_beams or 1) > 1, f"{source}= cannot be combined with num_beams={config.num_beams}"),
             (
                 by_clock,
-                f"seed= with verification={rule!r} and num_assistant_tokens_schedule='adaptive' (by the clock): "
-                "drop one",
+                f"seed= with verification={rule!r} cannot be repeated with a schedule by the clock ('adaptive')",
             ),
         ]
     )
+
+
+class ParallelAssistant(ParallelDrafter, AssistantDrafter):
+    """Lets a model with parallel token prediction draft for a larger one with the same vocabulary.
+
+    The larger model verifies: the output is its own, by every rule. With `verification="coupled"` and a seed or
+    uniforms, it is that of sequential inverse-CDF decoding by the larger model alone.
+
+    Args:
+        model: A `PTPForCausalLM`.
+        vocab_size: See `AssistantDrafter`.
+
+    Example:
+        >>> small.attach(large)
+        >>> out = large.generate(**inputs, assistant_model=small, do_sample=True, seed=7)
+    """
+
+    reads_prompt = True
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
+        super().__init__(model, model.config.num_slots, vocab_size)
+
+    @property
+    def config(self) -> PTPConfig:
+        return cast(PTPConfig, self.model.config)
+
+    def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
+        return untyped(self.model).slot_distribution(states, before)
+
+    @property
+    def window(self) -> int:
+        """The longest draft and one: a slot drafts a token each, and the last token where slots give distributions."""
+        return self.config.num_slots + 1 + (not self.config.predicts_first)
+
+    def longest_draft(self) -> int:
+        return self.window - 1
+
+    def default_draft(self) -> int:
+        return self.longest_draft()
+
+    def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
+        """Return none: an assistant does not change the distribution of its target."""
+        return {}
+
+    def start(self, options: DraftOptions) -> SeparateSession:
+        return SeparateSession(self.model, options, make_uniforms(options), self.shared_with(options.backbone))

@@ -56,10 +56,7 @@ class UniformEmbedding(nn.Module):
         self.greedy = _GreedyEmbedding(1, hidden_size) if config.greedy else None
 
     def forward(self, uniforms: Tensor) -> Tensor:
-        """Embed the slots of a batch, [B, A, H] in the dtype of the weights.
-
-        `uniforms` [B, A] stay float32 until they are features; `GREEDY` requests the most likely token.
-        """
+        """Embed uniforms [B, A], which stay float32 until they are features; [B, A, H] in the dtype of the weights."""
         with torch.autocast(uniforms.device.type, enabled=False):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))  # [B, A, H]
             return embeds if self.greedy is None else self.greedy(uniforms, embeds)
@@ -75,13 +72,9 @@ def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | Non
 
 
 class Sampler(nn.Sequential):
-    """MLP([e(x_{i-1}); z_i]): two times Linear, SiLU, LayerNorm, the first from 2 d to d.
+    """MLP([e(x_{i-1}); z_i]): two times Linear, SiLU, LayerNorm, the first from 2 d to d = `hidden_size`.
 
-    The unembedding of its output is the distribution of x_i, so that the distributions of a group of slots are
-    sequential.
-
-    Args:
-        hidden_size: d.
+    The unembedding of its output is the distribution of x_i, so that those of a group of slots are sequential.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -92,18 +85,14 @@ class Sampler(nn.Sequential):
         super().__init__(*(layer for block in blocks for layer in block))
 
     def forward(self, states: Tensor, before: Tensor) -> Tensor:
-        """Return the states [..., d] that the unembedding reads, in the dtype of `states` [..., d].
-
-        `before` [..., d] are embeddings of the tokens before those that the slots predict; broadcast.
-        """
+        """Return what the unembedding reads, [..., d], of slots' `states` and embeddings of the tokens `before`."""
         both = torch.broadcast_tensors(before, states)
         inputs = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)  # [..., 2 d]
         return super().forward(inputs).to(states.dtype)
 
 
 def check_config(config: PreTrainedConfig, reads_logits: bool = False) -> None:
-    """Refuse a model with sliding windows, layers of other kinds than full attention, or (where drafts are read off
-    its head) logits that are scaled or capped."""
+    """Refuse sliding windows, layers without full attention, and scaled or capped logits that drafts are read off."""
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
     slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
     name, needed = config.model_type, "auxiliary positions need a backbone with full attention in every layer"
@@ -129,13 +118,13 @@ def check_model(backbone: PreTrainedModel) -> None:
 def packed_mask(documents: Tensor, starts: Tensor, slots: int) -> Tensor:
     """Return the visibility between tokens and auxiliary positions, with several completions per sequence.
 
-    Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
-    tokens of the same document before s, and the slots 0..k of its own completion.
+    Tokens see the tokens of their document up to themselves. Slot k of L of a completion that starts at column s sees
+    the tokens of the same document before s, and the slots 0..k of its own completion.
 
     Args:
         documents: [B, T] int64.
         starts: [B, C] int64, the columns that completions start at.
-        slots: L, slots per completion.
+        slots: L.
 
     Returns:
         [B, 1, T + C L, T + C L] bool.
@@ -163,16 +152,7 @@ def context_mask(documents: Tensor, starts: Tensor) -> Tensor:
 
 
 def stepwise_mask(documents: Tensor, starts: Tensor, step: int) -> Tensor:
-    """Return the mask of slot `step` of all completions, after a cache of [tokens | slots 0 | slots 1 | ...].
-
-    Args:
-        documents: [B, T] int64.
-        starts: [B, C] int64.
-        step: k; slots 0..k - 1 are in the cache.
-
-    Returns:
-        [B, 1, C, T + (k + 1) C] bool.
-    """
+    """Return the mask [B, 1, C, T + (k + 1) C] of slot k = `step` of all completions, after those before."""
     own = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).repeat(1, step + 1)  # [C, (k + 1) C]
     own = own.expand(len(starts), -1, -1)
     return torch.cat([context_mask(documents, starts), own], dim=2)[:, None]
@@ -186,33 +166,15 @@ def token_positions(documents: Tensor) -> Tensor:
 def packed_positions(
     documents: Tensor, starts: Tensor, slots: int, offset: int | Tensor, own: Tensor | None = None
 ) -> Tensor:
-    """Return the positions that go with `packed_mask`.
+    """Return the positions [B, T + C L] int64 that go with `packed_mask`; `own` [B, T] replaces those of the tokens.
 
-    Args:
-        documents: [B, T] int64.
-        starts: [B, C] int64.
-        slots: L.
-        offset: Position of slot 0 less that of the token at the start: -1 for one-hot slots, whose position is that
-            where the backbone predicts their token, and 0 for categorical ones; or one per sequence, [B, 1, 1].
-        own: [B, T] int64, positions of the tokens; None: those in their documents.
-
-    Returns:
-        [B, T + C L] int64.
+    `offset`, a number or [B, 1, 1], is the position of slot 0 less that of the token at the start: -1 for one-hot
+    slots, whose position is that where the backbone predicts their token, and 0 for categorical ones.
     """
     own = token_positions(documents) if own is None else own
     order = torch.arange(slots, device=documents.device) + offset  # [L], or [B, 1, L]
     after = (own.gather(1, starts)[..., None] + order).flatten(1)  # [B, C L]
     return torch.cat([own, after], dim=1).clamp(min=0)
-
-
-def check_positions(config: PTPConfig, position_ids: Tensor | None) -> None:
-    """Refuse positions beyond a table of learned ones."""
-    limit = config.learned_positions
-    if torch.compiler.is_compiling():  # a graph cannot look at values
-        return
-    if limit is not None and position_ids is not None and position_ids.numel() and int(position_ids.max()) >= limit:
-        last, kind = int(position_ids.max()), config.backbone_config.model_type
-        raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; shorten the sequence")
 
 
 def has_slots(config: PTPConfig, uniforms: Tensor | None, masks: Tensor | None) -> bool:
@@ -221,17 +183,3 @@ def has_slots(config: PTPConfig, uniforms: Tensor | None, masks: Tensor | None) 
     if other is not None:
         raise ValueError(f"variant={config.variant!r}: slots are passed as {name}=, and nothing else")
     return slots is not None
-
-
-def check_uniforms(uniforms: Tensor, may_be_greedy: bool) -> None:
-    """Refuse numbers outside [0, 1), and dtypes of few bits."""
-    if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; pass float32 or float64, fewer bits are too coarse")
-    if uniforms.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # reading their values would make the host wait for the accelerator in every forward
-    valid = (uniforms >= 0) & (uniforms < 1)
-    try:  # no read of the host, which a cycle of fixed shapes must not have
-        torch._assert_async((valid | (uniforms == GREEDY) if may_be_greedy else valid).all())
-    except RuntimeError as error:
-        low, high = float(uniforms.min()), float(uniforms.max())
-        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}") from error

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
-from ...configuration.fields import check_options, requested_states
+from ...configuration.fields import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
+from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
 from ...generation.tensors.saving import reads_whole
@@ -34,23 +35,11 @@ from ..common.loading import StrictLoadingMixin
 from ..common.outputs import OwnLossMixin, PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
-from .assistant_session import ParallelAssistant
 from .conversion import OfficialRun, write_run
 from .gated_lora import ADAPTER, Gate, opened, preserve_gates
-from .generation import ParallelGenerationMixin
-from .inputs import (
-    SLOT_PARTS,
-    Sampler,
-    UniformEmbedding,
-    check_config,
-    check_model,
-    check_positions,
-    check_uniforms,
-    has_slots,
-    slot_parts,
-)
+from .generation import ParallelAssistant, ParallelGenerationMixin
+from .inputs import SLOT_PARTS, Sampler, UniformEmbedding, check_config, check_model, has_slots, slot_parts
 
-_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
@@ -113,22 +102,6 @@ class PTPForCausalLM(
 
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as `PreTrainedModel.from_pretrained` does, with the embedding of uniforms of the checkpoint.
-
-        Raises:
-            ValueError: A directory of another architecture, another embedding of uniforms than the checkpoint has,
-                missing tensors, wrong shapes.
-        """
-        requested = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
-        for name, value in requested.items():
-            if value != (own := getattr(config, name)):  # shapes may be the same
-                raise ValueError(f"{name}={value!r}: the checkpoint was trained with {name}={own!r}; leave {name} out")
-        return loaded
 
     @classmethod
     def from_backbone(
@@ -201,12 +174,8 @@ class PTPForCausalLM(
     def export(self, folder: str | PathLike, layout: str = "official") -> None:
         """Write a run of the public PTP code: train.yaml, and a checkpoint of the adapters and the embedding.
 
-        Args:
-            folder: The directory, which is created.
-            layout: `"official"`.
-
         Raises:
-            ValueError: Another layout, or fields that it cannot hold; a backbone that is trained, or has no name.
+            ValueError: Another `layout`, or fields that it cannot hold; a backbone that is trained, or has no name.
         """
         recorded, actual = self.config.source_fingerprint, fingerprint(self.backbone)
         if self.trains_backbone or (recorded and actual and not same_backbone(recorded, actual)):
@@ -216,11 +185,7 @@ class PTPForCausalLM(
         write_run(folder, layout, self.config, adapters | slots, self.backbone.config.name_or_path, self.backbone.dtype)
 
     def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and slot embeddings.
-
-        Raises:
-            ValueError: An unknown part.
-        """
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and slot embeddings."""
         if part not in ("all", "drafter", "student"):
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         for name, parameter in self.backbone.named_parameters():
@@ -242,7 +207,7 @@ class PTPForCausalLM(
 
         Args:
             states: [..., L, D] of the slots, after the final norm.
-            before: [...] int64, the token before those that they predict; a sampler head reads it.
+            before: [...] int64, the token before those that they predict.
 
         Returns:
             A distribution of L tokens: sequential where there is a sampler head, else independent.
@@ -263,7 +228,6 @@ class PTPForCausalLM(
         return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the backbone's embeddings and its head; nothing else depends on the vocabulary."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
         return embeddings
@@ -288,32 +252,23 @@ class PTPForCausalLM(
     ) -> PTPOutput:
         """Return logits of the tokens (the backbone's own) and of the auxiliary positions after them.
 
+        Arguments that are not named here are those of models of transformers.
+
         Args:
-            input_ids: [B, T] int64.
             attention_mask: [B, past + T], 0 for padding; or visibility [B, 1, T + A, past + T + A] bool.
             position_ids: [B or 1, T + A]. By default the slots follow the last token, as one completion.
-            cache: Cache to continue and to extend (with the slots, too: crop them).
+            cache: Cache to continue and to extend (with the slots, too: crop them); `past_key_values` in older code.
             uniforms: [B, A] float32 in [0, 1), one per slot; `GREEDY` (-1) requests the most likely token.
             labels: [B, T] for the backbone's own loss (shifted here, -100 ignored).
-            use_cache: Return a cache.
-            output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm). None:
-                as in the config.
-            logits_to_keep: Number of last positions whose logits are computed (0: all).
-            inputs_embeds: [B, T, D], in place of `input_ids`.
+            output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm).
             read: Applied to the last hidden states [B, T + A, D] and the head in place of logits, within the wrappers
                 of distributed training. Losses over large vocabularies are computed in chunks there.
-            masks: [B or 1, A] int64 in [0, num_slots), the mask that each slot reads, in place of `uniforms`; with
-                `variant="mask"`.
-            past_key_values: The older name of `cache`.
+            masks: [B or 1, A] int64 in [0, num_slots), the mask that each slot reads, in place of `uniforms`.
             **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
                 `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
 
         Returns:
             `logits` [B, T + A, V]; or `read`, the result of the function of that name.
-
-        Raises:
-            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), uniforms for masks or vice versa,
-                positions beyond a table of learned ones, labels that are no token ids or without logits of all tokens.
         """
         cache = given_cache(cache, past_key_values)
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
@@ -326,7 +281,6 @@ class PTPForCausalLM(
             embeds = self.with_slots(embeds, uniforms, masks)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, cache)
-        check_positions(self.config, position_ids)
         if self.backbone.training and checkpoints_activations(self.backbone):
             preserve_gates(self.backbone)
         with checkpointing_paused(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
@@ -351,7 +305,6 @@ class PTPForCausalLM(
         )
 
     def with_slots(self, embeds: Tensor, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
-        """Return embeddings [B, T, D] of tokens and, after them, of slots: [B, T + A, D]."""
         slots = self._embedded(uniforms, masks)
         return torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)  # [B, T + A, D]
 
@@ -362,12 +315,8 @@ class PTPForCausalLM(
 
         Args:
             backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
-                within.
-            default: Whether it also drafts where a call names no `assistant_model`.
-            vocab_size: How many ids mean the same token in both, where they are padded otherwise (`AssistantDrafter`).
-
-        Returns:
-            The drafter, which a call may name, too, and whose `detach()` undoes this.
+            within. default: Whether it also drafts where a call names no `assistant_model`. vocab_size: How many ids
+            mean the same token in both, where they are padded otherwise (`AssistantDrafter`).
 
         Raises:
             ValueError: Another vocabulary, or an encoder-decoder.
@@ -380,7 +329,10 @@ class PTPForCausalLM(
             return self.mask_embedding(masks)
         if uniforms is None or self.uniform_embedding is None:
             raise ValueError(f"variant={self.config.variant!r}: slots have neither uniforms nor masks to read")
-        check_uniforms(uniforms, self.config.greedy)
+        if uniforms.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"uniforms have dtype {uniforms.dtype}; pass float32 or float64, fewer bits are too coarse"
+            )
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)
         return self.uniform_embedding(uniforms)

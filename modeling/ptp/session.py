@@ -7,17 +7,8 @@ that the drafts were made from, the output is that of sequential inverse-CDF dec
 
 Slots may be masks, too (masked prediction, arXiv 2507.11851): they read no uniforms, which then only pick the drafts.
 
-Best-of-M: several vectors of uniforms are drafted from, and the most central one is chosen. Every cycle draws M fresh
-vectors for the next output positions and drafts a branch from each; the forward that verifies the branches makes the M
-drafts after each of their ends. The choice depends on the positions of a branch's uniforms in the intervals of the
-*target's* picks (`best_of`). On any prefix these are uniform and independent of the tokens, so the choice changes no
-distribution, as long as no uniform after the stop is used again; the paper's Eq. 18 has the opposite sign and measures
-against the student. Slots cost M^2 times as much.
-
 One forward reads [bonus token | drafts | groups of slots]. Group d follows the bonus token and the first d drafts, for
-the case that exactly those are accepted; it has its own slots, one uniform each. Of best-of-M every branch of drafts
-has its own groups, and in every group several vectors of uniforms share the group's first slot: that one reads the
-uniform of the target's pick.
+the case that exactly those are accepted; it has its own slots, one uniform each.
 """
 
 from __future__ import annotations
@@ -26,24 +17,36 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 
+from ...configuration.cache_names import CACHE
 from ...configuration.ptp import PTPConfig
+from ...generation.assistant.session import AssistantSession, SharedVocabulary
+from ...generation.backbone.cache import block_mask
+from ...generation.backbone.target import RaggedBackbone
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.schedule import AcceptanceRates
 from ...generation.call.sequences import Sequences
-from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
-from ...generation.tensors.masks import cached_arange, made_once, to_device
-from ...generation.tensors.sampling import interval, pick
-from ...generation.tensors.uniforms import best_of
-from ...generation.verification.verifiers import CoupledVerifier, Uniforms, distribution_of
+from ...generation.contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    requested_states,
+)
+from ...generation.tensors.masks import cached_arange, cached_range, made_once, to_device
+from ...generation.tensors.sampling import pick
+from ...generation.tensors.wrapped_models import untyped
+from ...generation.verification.verifiers import Uniforms
 from ..heads.window_distribution import WindowDistribution
 from .inputs import GREEDY
 
@@ -76,21 +79,16 @@ class SlotLayout:
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device, branches: int = 1, vectors: int = 1) -> SlotLayout:
-        """Return the layout of groups of these sizes."""
         return _layout(tuple(sizes), torch.device(device), branches, vectors)
 
     def of_group(self, chosen: Tensor, branch: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-        """Return the slots after `chosen[b]` drafts of a branch (one, or one per sequence): [B, vectors, longest].
-
-        And which of them exist, [B, longest].
-        """
+        """Return the slots [B, vectors, longest] after `chosen[b]` drafts, and which exist, [B, longest]."""
         steps = cached_arange(max(self.sizes), self.group.device)
         return self.index[branch, chosen], steps < self.counts[chosen][:, None]
 
 
 @made_once
 def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors: int) -> SlotLayout:
-    """See `SlotLayout.of`; lengths repeat from cycle to cycle."""
     grid = torch.cartesian_prod(*map(torch.arange, (branches, len(sizes), vectors, max(sizes))))  # [N, 4]
     _, group, vector, step = grid.unbind(1)
     exists = (step < torch.tensor(sizes)[group]) & ((step > 0) | (vector == 0))  # slot 0 once for all vectors
@@ -105,14 +103,9 @@ def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors
     same &= (vector[:, None] == vector) | (step == 0)
     new = torch.cat([tokens, torch.nn.functional.pad(same, (0, 0, len(read_order), 0), value=False)], dim=1)
     order = torch.cat([read_order, group + step])  # [F + A]
-    return SlotLayout(sizes, *_moved((*slots, order, new, index, torch.tensor(sizes)), device))
-
-
-def _moved(parts: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
-    """Return tensors of whole numbers or truth values on a device, in one copy."""
-    flat = torch.cat([part.flatten().long() for part in parts]).to(device)
-    pieces = flat.split([part.numel() for part in parts])
-    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts)]
+    parts = (*slots, order, new, index, torch.tensor(sizes))
+    pieces = torch.cat([part.flatten().long() for part in parts]).to(device).split([part.numel() for part in parts])
+    return SlotLayout(sizes, *(piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts)))
 
 
 @lru_cache(maxsize=256)
@@ -121,17 +114,11 @@ def split_budget(
 ) -> list[int]:
     """Return slots per group 0..m that maximise sum_d A_d H(B_d) under sum_d B_d <= budget; the list is cached.
 
-    A_d is the probability that d of the m drafts are accepted, H(k) = S_1 + ... + S_k the expected accepted tokens of a
-    draft of k, with S_j the probability of accepting j. Where a group's first slot repeats the target's pick
-    (one-hot), it drafts nothing, and a group of k slots is worth H(k - 1). All groups share H, which is concave: if k
-    groups are opened, they are those of the k greatest A_d, and the rest goes slot by slot to where it gains most.
-
-    Args:
-        budget: Slots in all.
-        drafted: m.
-        longest: Most slots per group.
-        survival: S_1, S_2, ...; the last one applies to all after it.
-        repeats_pick: Whether a group's first slot drafts nothing.
+    A_d is the probability that d of the m drafts (`drafted`) are accepted, H(k) = S_1 + ... + S_k the expected accepted
+    tokens of a draft of k, with `survival` S_j the probability of accepting j (the last one applies to all after it).
+    Where a group's first slot repeats the target's pick (one-hot), it drafts nothing, and a group of k slots is worth
+    H(k - 1). All groups share H, which is concave: if k groups are opened, they are those of the k greatest A_d, and
+    the rest goes slot by slot to where it gains most; a group has at most `longest`.
     """
     reach = [1.0, *(survival[min(d, len(survival) - 1)] for d in range(drafted)), 0.0]
     ends = [reach[d] - reach[d + 1] for d in range(drafted + 1)]
@@ -180,10 +167,7 @@ class AuxiliaryPositions:
     most: int = 0
 
     def filled(self, count: int, width: int) -> AuxiliaryPositions:
-        """Return the same after a block of `count` tokens that is filled up to `width`, and filled up to `most` slots.
-
-        Positions that are filled in see themselves alone, and nobody sees them.
-        """
+        """Return the same after a block of `count` tokens filled up to `width`, with `most` slots; nobody sees more."""
         slots = len(self.positions) - count
         index = cached_arange(width + self.most, self.positions.device)
         index = torch.cat([index[:count], index[width : width + slots]])
@@ -199,32 +183,30 @@ class AuxiliaryPositions:
 class ParallelSession(DraftSession):
     """Reads the next drafts off the auxiliary slots of the forward that verified the last ones.
 
+    A run with a seed `is_deterministic` where drafts are verified by their length, which neither the length limit nor
+    other sequences may change. Where shapes are fixed (`is_fixed`), slots are split by the acceptance that is expected
+    at first, and a draft is made in every cycle, whoever has slots for one.
+
     Args:
         config: Of the student.
         options: Of the call; `extra["slot_budget"]` is the number of slots in every forward.
         uniforms: Of the output positions.
-        many: Vectors of uniforms to draft from.
         distribution: The distribution of a group of slots, from their states and the token before
             (`PTPForCausalLM.slot_distribution`); read where the config has a sampler head.
-
-    Attributes:
-        is_deterministic: Whether the output of a sequence depends on its own seed and prompt alone: the rule verifies
-            drafts by their length, so that neither the length limit nor other sequences may change it.
-        is_fixed: Whether shapes are fixed: then slots are split by the acceptance that is expected at first, and a
-            draft is made in every cycle, whoever has slots for one.
     """
 
     lookahead = 1
+    many = 1
+    """Vectors of uniforms to draft from."""
 
     def __init__(
         self,
         config: PTPConfig,
         options: DraftOptions,
         uniforms: Uniforms,
-        many: int = 1,
         distribution: Callable[[Tensor, Tensor], WindowDistribution] | None = None,
     ) -> None:
-        self.many, self.distribution = many, distribution if config.has_sampler else None
+        self.distribution = distribution if config.has_sampler else None
         self.config, self.options, self.uniforms = config, options, uniforms
         self.is_one_hot = config.variant == "one_hot"
         self.num_tokens = options.num_tokens
@@ -234,21 +216,19 @@ class ParallelSession(DraftSession):
         self.warps = options.processing if warps else Processing(LogitsProcessorList())
         self.gives_probs = options.do_sample and not uniforms.stay
         self.rates = AcceptanceRates(self.num_tokens)
-        self.is_deterministic = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
-        self.some_lack_drafts = self.is_deterministic or many > 1
+        self.is_deterministic = options.do_sample and "seed" in options.extra and not uniforms.stay
+        self.some_lack_drafts = self.is_deterministic
         self.layout: SlotLayout | None = None
         self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.hidden_layers = None if self.distribution is None else -1
-        self.takes_fixed, self.is_fixed = many == 1 and (uniforms.stay or not options.do_sample), False
+        self.takes_fixed, self.is_fixed = uniforms.stay or not options.do_sample, False
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Take the view; the prefill makes no draft."""
         self.view, self.is_fixed = view, view.is_fixed
         self.some_lack_drafts |= view.is_fixed
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return at most `length` of the drafts read last, and slots for as many next ones; none where 0 is
-        requested."""
+        """Return at most `length` of the drafts read last, and slots for as many next ones."""
         draft, q = tokens.ids[:, :0], None
         if self.pending is not None and length:
             slots, uniforms, exists, before = self.pending
@@ -259,31 +239,29 @@ class ParallelSession(DraftSession):
         return tree
 
     def _masks(self, tokens: Sequences) -> DraftMasks | None:
-        """Return the tokens that drafts may hold under the call's constraints."""
         return self.options.masks(tokens, self.options.do_sample and self.warps is self.options.processing)
 
     def _auxiliary(self, tokens: Sequences, drafted: int, length: int, branches: int = 1) -> AuxiliaryPositions | None:
         self._draw(tokens, drafted + 2 + self.longest_group)
         self.layout = None
-        if not self.options.drafts or length < 1:  # nothing is asked for: a plain forward
+        if not self.options.speculates or length < 1:  # nothing is asked for: a plain forward
             return None
         sizes = self._sizes(drafted, length)
         self.layout = layout = SlotLayout.of(sizes, tokens.ids.device, branches, self.many)
         count = 1 + branches * drafted
-        inputs = self._inputs(layout)
+        inputs = {"masks": layout.index_in_group[None]}
+        if self.config.reads_uniforms:
+            inputs = {"uniforms": self.slot_uniforms(self._of_slots(layout))}
         if self.distribution is not None:  # the slots' logits are not read
             inputs |= {"logits_to_keep": cached_arange(count, tokens.ids.device)}
         positions = layout.order
         if not self.is_one_hot:
             positions = positions + (cached_arange(len(positions), positions.device) >= count)
         table = self.config.learned_positions
-        # drafts beyond a table of positions are beyond the end
-        return AuxiliaryPositions(inputs, positions, layout.new, None if table is None else table - 1, self._most())
-
-    def _most(self) -> int:
-        """Return the most slots of a forward."""
+        last = None if table is None else table - 1  # drafts beyond a table of positions are beyond the end
         budget, groups = self.options.extra["slot_budget"], self.longest_group * (self.num_tokens + 1)
-        return self.many**2 * (groups if isinstance(budget, str) else min(budget, groups))
+        most = self.many**2 * (groups if isinstance(budget, str) else min(budget, groups))
+        return AuxiliaryPositions(inputs, positions, layout.new, last, most)
 
     def _sizes(self, drafted: int, length: int) -> list[int]:
         """Return slots per group 0..m: a budget is split by acceptance; names select the layouts of the paper of
@@ -298,12 +276,6 @@ class ParallelSession(DraftSession):
         # rounded, so that layouts repeat from cycle to cycle
         survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
         return split_budget(budget, drafted, longest, survival, self.is_one_hot)
-
-    def _inputs(self, layout: SlotLayout) -> dict[str, Tensor]:
-        """Return the inputs of the slots."""
-        if not self.config.reads_uniforms:
-            return {"masks": layout.index_in_group[None]}
-        return {"uniforms": self.slot_uniforms(self._of_slots(layout))}
 
     def slot_uniforms(self, uniforms: Tensor) -> Tensor:
         """Return the slots' inputs for the uniforms of their positions: greedy decoding has no use for them."""
@@ -321,7 +293,6 @@ class ParallelSession(DraftSession):
             self.uniforms.current = table.new_zeros(len(table), count)
 
     def _of_slots(self, layout: SlotLayout) -> Tensor:
-        """Return the uniforms of the slots, [B, A]: those of their output positions."""
         return self.uniforms.current[:, layout.group + layout.index_in_group]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
@@ -333,8 +304,14 @@ class ParallelSession(DraftSession):
         index, exists = layout.of_group(result.num_accepted)
         index, first = index[:, 0], int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[:, first:], exists[:, first:]
-        if index.shape[1] == 0 or not (self.is_fixed or self._any_drafts(layout)):
+        if index.shape[1] == 0:
             return
+        if not self.is_fixed:
+            sizes, counts = layout.sizes, self.view.new_tokens.counts
+            have_drafts = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in counts if count]
+            self.some_lack_drafts = self.is_deterministic or not all(have_drafts)
+            if not (self.is_deterministic or any(have_drafts)):
+                return
         sequence = cached_arange(len(index), index.device)[:, None]
         start = result.num_accepted[:, None] + 1  # the target picks the token before
         uniforms = self.uniforms.current.gather(1, start + cached_arange(index.shape[1], index.device))
@@ -344,17 +321,6 @@ class ParallelSession(DraftSession):
         pending = slots[sequence, index], uniforms, exists, result.added
         slots, uniforms, exists, before = (self.view.held(f"slots.{n}", each) for n, each in enumerate(pending))
         self.pending = slots, uniforms, exists, before
-
-    def _any_drafts(self, layout: SlotLayout) -> bool:
-        """Return whether the group of any open sequence has slots; note whether that of some sequence has none.
-
-        A run with a seed acts as if some had none: a draft is verified by its length, which must not depend on other
-        sequences.
-        """
-        sizes, counts = layout.sizes, self.view.new_tokens.counts
-        have_drafts = [sizes[min(count, len(sizes)) - 1] > self.is_one_hot for count in counts if count]
-        self.some_lack_drafts = self.is_deterministic or not all(have_drafts)
-        return self.is_deterministic or any(have_drafts)
 
     def _learn(self, result: VerificationResult) -> None:
         if self.is_deterministic or self.is_fixed:
@@ -370,15 +336,10 @@ class ParallelSession(DraftSession):
         before: Tensor | None = None,
         masks: DraftMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens, and their distributions where a rule needs them; a missing draft is token 0, with probability
-        1.
+        """Return tokens, and their distributions where a rule needs them.
 
-        Args:
-            slots: [..., L, v] logits of the slots; or [..., L, D] their states, for a sampler head.
-            uniforms: [..., L], which pick.
-            exists: [..., L] bool.
-            before: [...] int64, the token before, for a sampler head.
-            masks: The tokens that drafts may hold, one position after the other.
+        Slots are logits [..., L, v], or states [..., L, D] for a sampler head, which reads the token `before` [...],
+        too; `uniforms` [..., L] pick. A draft that does not exist [..., L] is token 0, with probability 1.
         """
         steps = iter(uniforms.unbind(-1))
         if self.distribution is not None:
@@ -399,10 +360,7 @@ class ParallelSession(DraftSession):
     def _pick(
         self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens [...] from probabilities [..., v], and the distributions that they were picked from.
-
-        `warps` replace those of slots.
-        """
+        """Return tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
         self.options.numbers.note(probs[..., 0])
         allowed = None if masks is None else masks.allowed(probs.shape, probs.device)
         if self.config.predicts_tokens or not self.options.do_sample:
@@ -415,84 +373,97 @@ class ParallelSession(DraftSession):
         return token, probs
 
 
-class BestOfSession(ParallelSession):
-    """Reads M drafts off the slots after the chosen branch.
+class SeparateSession(ParallelSession):
+    """The drafts of one call of `ParallelAssistant`.
 
-    Attributes:
-        branches: [B, J, m] int64, the drafts to verify: M of them, or one empty one.
-        vectors: [B, J, m + 1 or more], the uniforms that pick them and the tokens after them.
-        fresh: [B, M, n], the uniforms of the next drafts.
-        chosen_branch: [B] int64.
+    The drafting model has its own cache, of accepted tokens: slots do not count. Sequences with different numbers of
+    new tokens are read alike: those with fewer read some tokens again.
     """
 
-    vectors: Tensor
-    fresh: Tensor
-    chosen_branch: Tensor
+    lookahead = 0
 
-    def __init__(self, *args: Any, many: int) -> None:
-        super().__init__(*args, many=many)
-        self.branches: Tensor | None = None
+    def __init__(
+        self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
+    ) -> None:
+        super().__init__(model.config, options, uniforms, distribution=untyped(model).slot_distribution)
+        self.takes_fixed, self.hidden_layers = False, None  # a sampler head reads states of its own model
+        self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
+        self.unread: list[int] = []
+        """Tokens of every sequence that the drafting model has not read."""
+
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
+        """Read the prompt, all but its last token."""
+        self.view = view
+        self.unread = [2] * len(self.options.prompt)
+        if self.options.speculates:
+            self.chain.begin(outputs, view)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return all branches, one after the other, of at most `length` tokens each."""
-        if self.branches is not None:
-            self.branches = self.branches[..., :length]
-        count, depth = (1, 0) if self.branches is None else self.branches.shape[1:]
-        auxiliary = self._auxiliary(tokens, depth, length, count if depth else 1)
-        if depth == 0:
-            return DraftTree.chain(tokens.ids[:, :0], auxiliary=auxiliary)
-        order = cached_arange(count * depth, tokens.ids.device)
-        parents = torch.where(order % depth == 0, -1, order - 1).expand(len(tokens.ids), -1)
-        return DraftTree(self.branches.flatten(1), parents, depth=depth, auxiliary=auxiliary)
-
-    def _draw(self, tokens: Sequences, count: int) -> None:
-        """Draw uniforms for the drafts of the next forward, and for its only pick if it verifies none."""
-        drawn = self.uniforms.fresh(self.many * (self.longest_group + 2)).unflatten(1, (self.many, -1))
-        self.fresh = drawn[..., 1:]
-        if self.branches is None or self.branches.shape[-1] == 0:
-            self.branches, self.vectors = None, drawn[:, :1, :1]
-
-    def _of_slots(self, layout: SlotLayout) -> Tensor:
-        """Return the target's uniform for the shared slots, and those of their vectors for the others."""
-        picks = self.vectors[:, layout.branch, layout.group]
-        own = self.fresh[:, layout.vector, (layout.index_in_group - 1).clamp(min=0)]
-        return torch.where(layout.index_in_group == 0, picks, own)
+        """Return a chain of `length` tokens after every sequence, from one call."""
+        if length < 1 or not self.options.speculates:
+            self.uniforms.draw(tokens, 1)
+            return DraftTree.chain(tokens.ids[:, :0])
+        if self.uniforms.stay:
+            drawn = self.uniforms.draw(tokens, length + 1)[:, :length]
+        else:  # the rule must not use again what the draft has used
+            drawn = self.uniforms.fresh(length)
+            self.uniforms.draw(tokens, length + 1)
+        first, slots = (part.to(tokens.ids.device) for part in self._read(tokens, drawn, length))
+        return DraftTree.chain(*self._chosen(first, slots, drawn, self._masks(tokens)))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Draft from the groups after the accepted drafts of each sequence."""
-        self.branches, layout = None, self.layout
-        if layout is None or outputs.auxiliary is None:
-            return
-        self._learn(result)
-        index, exists = layout.of_group(result.num_accepted, self.chosen_branch)
-        first = int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
-        index, exists = index[..., first:], exists[:, None, first:]
-        if index.shape[-1] > 0:
-            sequence = cached_arange(len(index), index.device)[:, None, None]
-            slots, self.vectors = outputs.auxiliary[sequence, index], self.fresh
-            self.branches, _ = self._drafts(slots, self.fresh[..., : index.shape[-1]], exists)
+        """Count the new tokens; a sequence that has ended goes on with the others."""
+        new = self.view.new_tokens
+        self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
+        if self.options.speculates:
+            cast(RaggedBackbone, self.chain.target).layout.keep(new)
 
+    def _chosen(
+        self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens and distributions of a draft, whose first token has logits [B, v]."""
+        exists = torch.ones_like(drawn, dtype=torch.bool)  # [B, length]
+        if self.is_one_hot:
+            return self._drafts(slots, drawn, exists, masks=masks)
+        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)  # [B, v]
+        token, distribution = self._pick(distribution, drawn[:, 0], masks, self.options.processing)
+        probs = distribution[:, None] if self.gives_probs else None  # [B, 1, V]
+        if slots.shape[1] == 0:
+            return token[:, None], probs
+        tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token, masks)
+        probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
+        return torch.cat([token[:, None], tokens], dim=1), probs
 
-class CentralVerifier(CoupledVerifier):
-    """Coupled verification of all branches of a session, of which the most central one is chosen."""
+    def _pick(
+        self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super()._pick(self.vocabulary.fitted(probs), uniforms, masks, warps)
 
-    def __init__(self, drafter: BestOfSession) -> None:
-        super().__init__(drafter.uniforms)
-        self.drafter = drafter
-
-    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
-        """See `Verifier`."""
-        distribution, vectors = distribution_of(scores), self.drafter.vectors
-        self.rows = distribution[..., 0]
-        drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches
-        count, length = drafts.shape[1:]
-        columns = torch.nn.functional.pad(1 + cached_arange(count * length, scores.device).view(count, length), (1, 0))
-        probs, uniforms = distribution[:, columns], vectors[..., : length + 1]
-        picked = pick(uniforms, probs)
-        accepted = (drafts == picked[..., :-1]).long().cumprod(2).sum(2)
-        low, high = interval(picked, probs)
-        best = best_of(((uniforms - low) / (high - low))[..., :-1], accepted)
-        sequence, self.drafter.chosen_branch = cached_arange(len(best), best.device), best
-        accepted = accepted[sequence, best]
-        path = columns[best].gather(1, torch.minimum(cached_arange(length + 1, best.device), accepted[:, None]))
-        return VerificationResult(accepted, picked[sequence, best], path)
+    def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Read new tokens and slots; return logits [B, v] of the last token, and logits or states of the slots."""
+        model, layout = self.chain.model, cast(RaggedBackbone, self.chain.target).layout
+        count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
+        layout.block_offset = 2 - count  # the prompt was read up to its last token
+        depths = layout.counts[:, None] + cached_range(layout.block_offset, count + slots, device)  # [B, count + slots]
+        is_slot = (cached_arange(count + slots, device) >= count).long()  # [count + slots]
+        positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
+        if self.config.learned_positions is not None:
+            positions = positions.clamp(max=self.config.learned_positions - 1)
+        inputs: dict[str, Tensor] = {}
+        if slots and self.config.reads_uniforms:
+            inputs["uniforms"] = self.slot_uniforms(drawn[:, :slots]).to(device)
+        elif slots:
+            inputs["masks"] = cached_arange(slots, device)[None]
+        outputs = model(
+            self.vocabulary.readable(tokens.newest(count)).to(device),
+            attention_mask=block_mask(layout, count + slots, model.config.get_text_config(), model.dtype),
+            position_ids=positions,
+            **{CACHE: self.chain.target.cache},
+            use_cache=True,
+            logits_to_keep=slots + 1,
+            output_hidden_states=requested_states(None if self.distribution is None else -1),
+            **inputs,
+        )
+        self.unread = [0] * len(self.unread)
+        of_slots = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, count:]
+        return outputs.logits[:, 0], of_slots  # [B, v]

@@ -28,9 +28,9 @@ from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .conversion import write_run
-from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter
+from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, opened, with_adapter
 from .generation import ParallelDrafter
-from .inputs import SLOT_PARTS, check_positions, has_slots, slot_parts
+from .inputs import SLOT_PARTS, has_slots, slot_parts
 from .model import PTPForCausalLM, dense_mask
 
 if TYPE_CHECKING:
@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 
 
 class LayerAdapter(PackedMixin):
-    """The A and B of a layer, apart from it.
-
-    Args:
-        layer: A layer with a gated adapter, whose sizes and scale it takes.
-        up: The kind of module that has B.
-    """
+    """The A and B of a layer with a gated adapter, apart from it; B is in a module of the kind `up`."""
 
     def __init__(self, layer: Any, up: type[nn.ModuleDict]) -> None:
         super().__init__()
@@ -65,10 +60,8 @@ class SlottedBackbone(PTPForCausalLM):
         masks: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the backbone's outputs; see `PTPForCausalLM.forward` for the arguments."""
         if not has_slots(self.config, uniforms, masks):
             return self.backbone(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
-        check_positions(self.config, position_ids)
         embeds = self.with_slots(self.get_input_embeddings()(input_ids), uniforms, masks)
         with opened(Gate(input_ids.shape[1], embeds.shape[1], self)):
             mask = dense_mask(attention_mask, embeds)
@@ -76,16 +69,7 @@ class SlottedBackbone(PTPForCausalLM):
 
 
 class HookedBackbone:
-    """Runs a backbone with the adapters of a student.
-
-    Args:
-        whole: A model with the student's parts, whose backbone is replaced by the one that runs.
-        backbone: The backbone.
-        adapters: Those of the student, under the names of the layers that they belong to.
-
-    Attributes:
-        model: Takes slots, while the adapters are `installed`.
-    """
+    """Runs a backbone with the adapters of a student; its `model` takes slots, while they are `installed`."""
 
     def __init__(self, whole: PTPForCausalLM, backbone: PreTrainedModel, adapters: nn.Module) -> None:
         self.model = copy.copy(whole)
@@ -177,13 +161,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @classmethod
     def from_backbone(cls, backbone: PreTrainedModel, variant: str = "one_hot", **options: Any) -> PTPStudent:
-        """Return a new student for `backbone`, attached.
-
-        Args:
-            backbone: A causal language model of transformers; of a PeftModel, the model within.
-            variant: `"one_hot"`, `"categorical"` or `"mask"`.
-            **options: See `PTPForCausalLM.from_backbone`.
-        """
+        """Return a new student for `backbone`, attached; arguments of `PTPForCausalLM.from_backbone`."""
         return cls.from_model(PTPForCausalLM.from_backbone(backbone, variant, **options)).attach(backbone)
 
     @classmethod
@@ -219,15 +197,12 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return self._hooked[0]
 
     def verifier_model(self, backbone: PreTrainedModel) -> PreTrainedModel:
-        """Return the model that runs forwards with slots; on tokens it is the backbone."""
         return self.hooked.model
 
     def running(self, backbone: PreTrainedModel) -> AbstractContextManager[None]:
-        """Install the adapters for the forwards of a call."""
         return self.hooked.installed()
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
-        """`PTPForCausalLM.slot_distribution`."""
         return self.hooked.model.slot_distribution(states, before)
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
@@ -237,11 +212,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return model.train(self.training)
 
     def export(self, folder: str | PathLike, layout: str = "official") -> None:
-        """Write a run of the public PTP code, for the backbone of `base_model_name_or_path`.
-
-        Raises:
-            ValueError: As of `PTPForCausalLM.export`.
-        """
+        """Write a run of the public PTP code, for the backbone of `base_model_name_or_path`."""
         if self.is_attached:
             return self.whole.export(folder, layout)
         state = {name.removeprefix("adapters."): each for name, each in self.state_dict().items()}
@@ -253,7 +224,6 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         return {}
 
     def made_for(self) -> Mapping[str, object]:
-        """Return the kind of model and the sizes that the student was made for."""
         made = self.config.get_text_config().get_text_config()
         return {name: field(made, name) for name in _SAME}
 
@@ -264,11 +234,9 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         self._models = [_state_of(backbone), self._joined(backbone)]
 
     def on_detach(self) -> None:
-        """Drop the models around the backbone and its tensors."""
         self._models, self._hooked = [], []
 
     def forward(self, *args: object, **kwargs: object) -> PTPOutput:
-        """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, object]:
@@ -299,12 +267,10 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
         parent.add_module(leaf, LayerAdapter(layer, _Up))
-    join_siblings(root)
     return root
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy of a configuration, which another model may change."""
     return type(config).from_dict(config.to_dict())
 
 

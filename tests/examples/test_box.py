@@ -78,6 +78,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(run: Path, tmp_path: P
     assert (tmp_path / "backbone" / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.nightly
 def test_heads_learn_alone(run: Path) -> None:
     backbone = weights(run / "backbone")
     for kind in ("ff", "btree"):
@@ -132,6 +133,7 @@ def test_a_released_box_is_whole_and_loads(box: Path, run: Path) -> None:
     assert "Apache License" in (box / "LICENSES.txt").read_text()
 
 
+@pytest.mark.nightly
 def test_a_box_is_measured_again_with_the_same_weights(box: Path, tmp_path: Path) -> None:
     twin = shutil.copytree(box, tmp_path / "box")
     release.measure_again(twin, {}, replace(FEW, seconds=0.2), {})

@@ -57,10 +57,10 @@ def test_a_tree_of_a_saved_config_is_drafted(tree, tmp_path):
 def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     model = student()
     sampled = dict(do_sample=True, top_k=0, max_new_tokens=12)
-    config = saved(tmp_path, seed=3, slot_budget="linear", best_of=2, **sampled)
-    want = model.generate(PROMPT, seed=3, slot_budget="linear", best_of=2, **sampled)
+    config = saved(tmp_path, seed=3, slot_budget="linear", **sampled)
+    want = model.generate(PROMPT, seed=3, slot_budget="linear", **sampled)
     assert torch.equal(model.generate(PROMPT, generation_config=config), want)
-    model.generation_config.seed, model.generation_config.best_of = 3, 2
+    model.generation_config.seed = 3
     assert torch.equal(model.generate(PROMPT, slot_budget="linear", **sampled), want)
     other = model.generate(PROMPT, slot_budget="linear", seed=4, **sampled)
     assert torch.equal(model.generate(PROMPT, generation_config=config, seed=4), other)

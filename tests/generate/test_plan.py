@@ -1,4 +1,4 @@
-"""`SpeculationPlan`: what a call decides about drafts, and that nothing of it outlives the call."""
+"""`read_call` and `plan_of`: what a call decides about drafts, and that nothing of it outlives the call."""
 
 import gc
 import weakref
@@ -7,23 +7,28 @@ import pytest
 import torch
 
 from tests.every_model import llama, moved_heads
-from tokenahead.generation import plan as plan_module
+from tokenahead.generation import generate as generate_module
 
 IDS = torch.tensor([[5, 6, 7, 5, 6]])
 
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The plans of the calls that follow, weakly: whether they draft, and a reference to each."""
-    made = []
-    of = plan_module.SpeculationPlan.of
+    """The calls that follow and their plans, weakly: whether they draft, and a reference to each."""
+    made, read, of = [], generate_module.read_call, generate_module.plan_of
 
-    def noted(call):
-        plan = of(call)
-        made.append((plan.options.speculates, weakref.ref(plan)))
+    def noted(*args):
+        call = read(*args)
+        made.append((call.options.speculates, weakref.ref(call)))
+        return call
+
+    def planned(*args):
+        plan = of(*args)
+        made.append((True, weakref.ref(plan)))
         return plan
 
-    monkeypatch.setattr(plan_module.SpeculationPlan, "of", noted)
+    monkeypatch.setattr(generate_module, "read_call", noted)
+    monkeypatch.setattr(generate_module, "plan_of", planned)
     return made
 
 

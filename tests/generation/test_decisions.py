@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 from tests.branches import Branches, continued
 from tokenahead.extending import AttachableDrafter, AutomatonProcessor, DraftSession, DraftTree
 from tokenahead.generation.call.options import DraftOptions, block_chain, grow_chain
-from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import Sequences
 from tokenahead.generation.candidates import CandidateAdapter
 from tokenahead.generation.contract import VerificationResult
@@ -39,8 +38,8 @@ TARGET, DRAFTER = rows(0), rows(1)
 
 def options_of(processors=(), **changes):
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V))
-    values = dict(drafts=True, do_sample=True, num_tokens=LENGTH, verification=None, threshold=0.0, schedule="constant")
-    values |= dict(draft_tree=None, max_length=20, prompt=torch.tensor([PROMPT]), sampling={})
+    values = dict(speculates=True, do_sample=True, num_assistant_tokens=LENGTH, max_length=20, sampling={})
+    values |= dict(prompt=torch.tensor([PROMPT]))
     return DraftOptions(
         backbone=SimpleNamespace(config=config), processors=LogitsProcessorList(processors), **values | changes
     )
@@ -384,16 +383,6 @@ class Offers(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         return scores.masked_fill(torch.arange(V) == 1, -torch.inf)
-
-
-def test_masks_are_compared_a_few_times_alone():
-    offers, tokens = Offers(), Sequences(torch.tensor([PROMPT]))
-    processing, tree = Processing(LogitsProcessorList([offers]), prompt_length=2), Looking().propose(tokens, 1)
-    asked = []
-    for _ in range(6):
-        processing(tokens, torch.zeros(1, 2, V), tree, [False])
-        asked.append(offers.asked)
-    assert asked == [2, 4, 6, 8, 8, 8]
 
 
 class Late(LogitsProcessor):

@@ -16,10 +16,10 @@ from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
 from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.call.options import NumberCheck
+from tokenahead.generation.results import Cycle
 from tokenahead.generation.tensors import buffers as buffers_module
 from tokenahead.generation.tensors.buffers import Buffers
 from tokenahead.generation.tensors.masks import cached_arange
-from tokenahead.generation.verification.cycles import Cycle
 from tokenahead.modeling.heads.attached import HeadSession
 
 NEW = 24
@@ -385,9 +385,9 @@ def test_drafts_made_on_the_host_leave_the_rest_recorded(model, fake, monkeypatc
 def test_the_host_reads_a_cycle_while_the_next_one_runs(model, monkeypatch):
     drafter, names, read = train_heads(model), observed(monkeypatch), Cycle.read
 
-    def noted(cycle):
+    def noted(cycle, skipped):
         names.append("read")
-        return read(cycle)
+        return read(cycle, skipped)
 
     monkeypatch.setattr(Cycle, "read", noted)
     ends = generated(model, drafter, batch_of(3), **WAYS["greedy"]).sequences[:, -12].tolist()

@@ -289,17 +289,3 @@ def test_the_loop_of_transformers_is_given_no_such_drafts(name, warned):
     assert assisted_generate(base, PROMPT[:1], drafter, max_new_tokens=NEW).equal(plain)
     assert assisted_generate(base, PROMPT[:1], drafter, max_new_tokens=NEW, do_sample=True).shape == (1, 4 + NEW)
     assert len(warned()) == 1 and type(drafter).__name__ in warned()[0]
-
-
-@pytest.mark.by_day("ff", "DeepSeekMTP")
-@pytest.mark.parametrize("name", ["ff", "EAGLE-1", "student, one_hot", "DeepSeekMTP"])
-def test_a_checkpoint_that_is_not_finite_is_loaded_with_a_warning(name, tmp_path, warned):
-    model = WITHIN[name]() if name in WITHIN else DRAFTERS[name](llama())
-    model.save_pretrained(tmp_path / "whole")
-    tensor, parameter = next(iter(model.named_parameters()))
-    hurt([parameter], "few NaN")
-    model.save_pretrained(tmp_path / "damaged")
-    type(model).from_pretrained(tmp_path / "whole")
-    assert not warned()
-    type(model).from_pretrained(tmp_path / "damaged")
-    assert len(warned()) == 1 and tensor.removeprefix("main.") in warned()[0] and "damaged" in warned()[0]

@@ -16,6 +16,7 @@ from tests.ptp_models import VOCABULARY, student
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
+from tokenahead.experimental import best_of
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.tensors import buffers as buffers_module
@@ -261,9 +262,9 @@ def test_slots_ride_along_in_one_graph(model, options):
 
 @pytest.mark.nightly
 def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
-    model, batch = student(), left_padded(prompts(4, VOCABULARY))
-    for extra in ({}, {"best_of": 2}):
-        sampled = GREEDY | dict(do_sample=True, seed=[1, 2, 3, 4], use_mtp=True) | extra
+    batch = left_padded(prompts(4, VOCABULARY))
+    for model in (student(), best_of(student(), 2)):
+        sampled = GREEDY | dict(do_sample=True, seed=[1, 2, 3, 4], use_mtp=True)
         expected = model.generate(**batch, **sampled)
         static = dict(cache_implementation="static", compile_config=compiled())
         assert torch.equal(model.generate(**batch, **sampled, **static), expected)

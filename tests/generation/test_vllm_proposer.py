@@ -240,7 +240,7 @@ def test_heads_that_do_not_fit(runner_class, tmp_path):
         HeadProposer(configuration(base, tmp_path / "layer", count=2))
     proposer = HeadProposer(configuration(base, tmp_path))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="'ff'.*'weight'"):
+    with pytest.raises(ValueError, match="weight"):
         proposer.load_model(served(base))
 
 

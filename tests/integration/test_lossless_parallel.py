@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
+from tokenahead.experimental import best_of
 from tokenahead.generation.tensors.sampling import pick
 from tokenahead.generation.verification.verifiers import CoupledVerifier, SampledVerifier
-from tokenahead.modeling.ptp import generation as parallel_drafter
 from tokenahead.testing import chi_square
 
 RUNS = Path(__file__).parents[1] / "data" / "ptp" / "runs"
@@ -121,6 +121,7 @@ def test_drafts_follow_the_target(variant, rule, many):
     """Speculative rules, and the coupled one with the best of several drafts."""
     how = {"informative": False} if variant == "independent" else {}
     model, prompt = tiny("one_hot" if how else variant, **how), torch.tensor([[1, 2, 3]])
+    model = model if many == 1 else best_of(model, many)
     outcomes, distribution = prompt, torch.ones(1, dtype=torch.float64)
     for _ in range(5):  # three tokens are possible at each position: 243 outcomes
         with torch.no_grad():
@@ -128,7 +129,7 @@ def test_drafts_follow_the_target(variant, rule, many):
         distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()
         outcomes = torch.cat([outcomes.repeat_interleave(3, 0), ids.flatten()[:, None]], dim=1)
     rows = prompt.expand(4000, -1)
-    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": rule, "best_of": many}
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": rule}
     inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
     out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True, **options)
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
@@ -170,8 +171,8 @@ def test_distributions_are_held_where_a_rule_reads_them(rule, monkeypatch):
 
 
 def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_processors_that_read_ids():
-    model, batch = official(), prompts(4)
-    options = {"best_of": 3, "repetition_penalty": 1.3, "output_scores": True, "output_hidden_states": True, **SAMPLING}
+    model, batch = best_of(official(), 3), prompts(4)
+    options = {"repetition_penalty": 1.3, "output_scores": True, "output_hidden_states": True, **SAMPLING}
     first, again = (decode(model, batch, seed=5, **options) for _ in range(2))
     assert torch.equal(first.sequences, again.sequences) and not first.speculation.backbone_calls >= NEW_TOKENS
     inputs = left_padded(batch)
@@ -210,26 +211,21 @@ def test_bad_input_to_generate():
         ({"uniforms": torch.rand(1, 3), "do_sample": False}, "uniforms="),
         ({"slot_budget": 0}, "slot_budget=.*0.*2"),
         ({"uniforms": torch.rand(1, 0)}, r"uniforms.*\(1, 0\)"),
-        ({"best_of": 0}, "best_of=.*0"),
-        ({"best_of": True}, "best_of="),
-        ({"best_of": 2, "uniforms": torch.rand(1, 3)}, "best_of=.*2"),
-        ({"best_of": 2, "verification": "block"}, "verification='coupled'"),
-        ({"best_of": 2, "do_sample": False}, "best_of=.*2"),
         ({"verification": "coin"}, "verification='coin'"),
     ]:
         with pytest.raises(ValueError, match=message):
             tiny("one_hot").generate(torch.tensor([[1, 2]]), **({"do_sample": True, "max_new_tokens": 3} | options))
 
 
-def test_another_distribution_than_was_learned_is_warned_of(monkeypatch):
-    said = []
-    monkeypatch.setattr(parallel_drafter.logger, "warning_once", said.append)
+def test_what_the_best_of_many_cannot_be():
+    with pytest.raises(ValueError, match="many=0"):
+        best_of(tiny("one_hot"), 0)
+    for options in ({"uniforms": torch.rand(1, 3)}, {"verification": "block"}):
+        with pytest.raises(ValueError, match="best_of.*coupled"):
+            best_of(tiny("one_hot"), 2).generate(torch.tensor([[1, 2]]), do_sample=True, max_new_tokens=3, **options)
+
+
+def test_where_nothing_is_set_the_distribution_is_the_one_that_was_learned():
     model = official()
-    decode(model, prompts(1), **SAMPLING)
-    learned = decode(
-        model, prompts(1), do_sample=True, seed=3
-    )  # where nothing is set, it is the distribution that was learned
-    assert not said and torch.equal(learned.sequences, decode(model, prompts(1), seed=3, **SAMPLING).sequences)
-    decode(model, prompts(1), **(SAMPLING | {"top_p": 0.5}))
-    assert "learned for temperature=0.7, top_k=8, top_p=0.95" in said[0] and "top_p=0.5" in said[0]
-    assert "fewer drafts are accepted" in said[0]
+    learned = decode(model, prompts(1), do_sample=True, seed=3)
+    assert torch.equal(learned.sequences, decode(model, prompts(1), seed=3, **SAMPLING).sequences)

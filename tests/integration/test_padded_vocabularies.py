@@ -15,7 +15,7 @@ from tokenahead import AssistantDrafter
 from tokenahead.generation.assistant.session import SharedVocabulary
 from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.modeling.ptp.generation import ParallelAssistant
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 GREEDY = dict(max_new_tokens=20, do_sample=False)
@@ -127,7 +127,7 @@ def test_tokenizers_say_what_is_shared(tmp_path):
     assert torch.equal(out.sequences, model.generate(**batch, **GREEDY)) and out.speculation.rows_drafts[0][0]
     assert drafter.vocabulary.shared == 40
     other = saved(backbone(vocabulary=44), tmp_path / "other", swapped=True)
-    with pytest.raises(ValueError, match="vocab_size.*44.*48.*'[wx]7.'"):
+    with pytest.raises(ValueError, match="vocab_size.*44.*48"):
         AssistantDrafter(other).attach(model)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has 46.*vocab_size=len"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has 46.*len"):
         AssistantDrafter(backbone(vocabulary=46)).attach(model)

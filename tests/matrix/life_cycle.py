@@ -21,7 +21,7 @@ from tests.matrix.models import Entry
 from tests.models import checkpoint_activations
 from tokenahead import AssistantDrafter
 from tokenahead.modeling.common.loading import StrictLoadingMixin
-from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.modeling.ptp.generation import ParallelAssistant
 
 
 def by_its_own_code(thing: Any, folder: Path) -> Any:

@@ -33,7 +33,7 @@ from tokenahead import (
     RecyclingDrafter,
     SuffixDrafter,
 )
-from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.modeling.ptp.generation import ParallelAssistant
 from tokenahead.testing import letters
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"

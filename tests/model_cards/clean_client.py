@@ -117,13 +117,12 @@ def load_tokenizer(case: Path, expected: dict) -> dict:
 
 
 def refusals(folder: Path) -> dict:
-    """What users are told who do not trust, or have a directory that asks for the package."""
+    """What users are told who do not trust, or lack peft."""
     from transformers import AutoModelForCausalLM
 
     load = AutoModelForCausalLM.from_pretrained
     return {
         "no trust": attempt(lambda: load(folder / "evabyte_ff", trust_remote_code=False)),
-        "package": attempt(lambda: load(folder / "shim", trust_remote_code=True)),
         "plain": type(load(folder / "deepseek", trust_remote_code=False)).__name__,
         "no peft": attempt(lambda: load(folder / "ptp_one_hot", trust_remote_code=True)),
     }

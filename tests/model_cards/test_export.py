@@ -87,19 +87,17 @@ def test_golden_has_the_official_index(engine, tmp_path):
 
 
 @pytest.mark.core_cases("bailing_hybrid")
+@pytest.mark.by_day("bailing_hybrid", "deepseek_v3", "hy_v3", "longcat_flash", "mimo", "qwen3_next")
 @pytest.mark.parametrize("name", [name for name in module.ENGINES["vllm"] if name not in TOWERS])
 def test_every_family_that_is_served(name, tmp_path):
     model, ids = family_model(name), random_ids()
     report = export(model, tmp_path, max_shard_size="40KB")
     assert (tmp_path / "model.safetensors.index.json").exists() and '"num_speculative_tokens": 1' in report.command
-    if any("is for engines" in warning for warning in report.warnings):
-        assert name in ("longcat_flash", "mimo")
-    else:
+    if name not in ("longcat_flash", "mimo"):  # whose directories are for engines alone
         assert problems(tmp_path, model) == []
         found = DeepSeekMTP.from_pretrained(tmp_path)(ids).mtp_logits[0]
         torch.testing.assert_close(found, model(ids).mtp_logits[0], atol=1e-5, rtol=0)
-    was_run = name in module.MEASURED["vllm"]
-    assert ("were run in vLLM 0.32.0" in str(report)) == was_run != ("read and not run" in str(report))
+    assert ("were run in vLLM 0.32.0" in report.checked) == (name in module.MEASURED)
 
 
 @pytest.mark.parametrize("name", ["exaone4_5", "glm_ocr", "qwen3_5", "qwen3_5_moe"])
@@ -112,41 +110,15 @@ def test_a_model_with_a_tower_is_one_directory(name, tmp_path):
     assert text[family.count] == model.num_modules and config["architectures"] == [type(model.main).__name__]
     prefixes = family.prefixes(num_layers(model.config), 0)
     assert any(key.startswith(tuple(prefixes)) for key in tensors) and any("visual" in key for key in tensors)
-    assert any("image" in warning for warning in report.warnings)
     assert str(tmp_path) in report.command
     assert DeepSeekMTP.from_pretrained(tmp_path).num_modules == model.num_modules
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("deepseek_v4", r"attn\.kv_norm.*compress_ratios"),
-        ("dots3_note_text", "dots3_note"),
-        ("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
-        ("glm5_next", "vllm/platforms/cpu.py"),
-        ("hy_v4", "mlp.linear_gate"),
-        ("inkling_mm_model", "mlp_layer_types.*dense_mlp_idx"),
-        ("inkling_text", r"self_attn\.q_proj.*attn\.wq_du"),
-        ("minimax_m3_vl", "unquantized.py"),
-        ("qwen4_exp", "qsa.py"),
-        ("qwen4_exp_text", "qsa.py"),
-        ("step3p7", "vision_config"),
-    ],
-)
-def test_families_that_vllm_cannot_load_are_refused_by_name(name, reason, tmp_path):
-    model = tower_model(name) if name in TOWERS else family_model(name)
-    with pytest.raises(ValueError, match=f"{name}.*{reason}"):
-        export(model, tmp_path / "out")
+@pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp_text"])
+def test_families_that_vllm_cannot_load_are_refused_by_name(name, tmp_path):
+    with pytest.raises(ValueError, match=name):
+        export(family_model(name), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("bailing_hybrid", "transformers"), ("glm_moe_dsa", "sparse attention"), ("nemotron_h", "is_act_and_mul")],
-)
-def test_the_report_says_why_a_family_was_not_run(name, reason, tmp_path):
-    (checked,) = export(family_model(name), tmp_path).checked
-    assert "not run" in checked and reason in checked
 
 
 def test_hy3_has_the_fields_that_vllm_reads(tmp_path):
@@ -222,7 +194,7 @@ def test_a_retrofit_is_a_backbone_and_a_module_of_hy3(name, tmp_path):
     overrides = {"num_nextn_predict_layers": 1, "first_k_dense_replace": 3, "qk_norm": name == "qwen3"}
     assert f"vllm serve {tmp_path}/backbone --hf-overrides '{json.dumps(overrides)}'" in report.command
     assert f'"method": "mtp", "model": "{tmp_path}/draft"' in report.command
-    assert "retrofits of this family were run in vLLM 0.32.0" in str(report)
+    assert "were run in vLLM 0.32.0" in str(report)
 
 
 def test_a_retrofit_with_biases_is_a_module_of_mimo(tmp_path):
@@ -271,21 +243,10 @@ def test_yarn_has_the_older_fields_too(tmp_path):
 
 def test_more_modules_than_an_engine_runs(tmp_path):
     model = family_model("deepseek_v3", num_nextn_predict_layers=2)
-    assert any("module 0 alone" in warning for warning in export(model, tmp_path).warnings)
-    with pytest.raises(ValueError, match="module.*0.*2"):
+    with pytest.raises(ValueError, match="one module.*2"):
         export(family_model("ernie4_5_moe", num_nextn_predict_layers=2), tmp_path)
-    with pytest.raises(ValueError, match="exactly one module"):
+    with pytest.raises(ValueError, match="one module"):
         export(model, tmp_path, "sglang")
-
-
-@pytest.mark.parametrize("name", ["glm4_moe", "llama"])
-def test_a_draft_vocabulary_stays_here(name, tmp_path):
-    model = family_model(name)
-    model.set_draft_vocabulary(range(8))
-    said = "vllm drafts the whole vocabulary: it does not read draft_vocabulary.json"
-    assert said in export(model, tmp_path).warnings
-    model.set_draft_vocabulary(None)
-    assert said not in export(model, tmp_path).warnings
 
 
 def test_refusals(tmp_path):
@@ -316,16 +277,6 @@ def test_the_models_own_tokenizer_goes_along(name, place, tmp_path):
     assert (tmp_path / "with" / place / "tokenizer.json").is_file()
 
 
-def test_options_that_nothing_reads_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="max_shard_siez"):
-        export(family_model("deepseek_v3"), tmp_path / "out", max_shard_siez="1GB")
-    with pytest.raises(ValueError, match="copies=True"):
-        export(family_model("llama"), tmp_path / "out", copies=True)
-    with pytest.raises(ValueError, match="copies=True.*qwen3_next"):
-        export(family_model("qwen3_next"), tmp_path / "out", copies=True)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
 def test_paths_with_spaces_are_quoted(name, tmp_path):
     report = export(family_model(name), tmp_path / "a b's")
@@ -339,7 +290,7 @@ def test_paths_with_spaces_are_quoted(name, tmp_path):
 
 def test_other_models_are_refused_by_name(tmp_path):
     plain = family_model("llama").main
-    for model, name in ((plain, "LlamaForCausalLM.*from_backbone"), (NgramDrafter(), "NgramDrafter")):
+    for model, name in ((plain, "LlamaForCausalLM.*save_pretrained"), (NgramDrafter(), "NgramDrafter")):
         with pytest.raises(TypeError, match=name):
             export(model, tmp_path / "out")
     for kind in (PTPForCausalLM, PTPStudent, EvaByteForMTPC):
@@ -363,5 +314,3 @@ def test_the_report_says_where_it_ran_and_what_samples_wrongly(tmp_path):
     report = export(family_model("deepseek_v3"), tmp_path)
     assert "x86 CPU" in str(report)
     assert any("sampled" in warning and "CPU" in warning for warning in report.warnings)
-    two = export(family_model("deepseek_v3", num_nextn_predict_layers=2), tmp_path)
-    assert any("num_speculative_tokens" in warning and "multiple of 2" in warning for warning in two.warnings)

@@ -85,15 +85,6 @@ def test_what_engines_cannot_run_is_refused_by_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_options_that_heads_do_not_read_are_refused(tmp_path):
-    heads, eagle = (MTPHeads.from_backbone(backbone(), window=3), EagleHead.from_backbone(backbone(), version=1))
-    for drafter in (heads, eagle):
-        for option in ({"tokenizer": object()}, {"copies": False}, {"max_shard_size": "1GB"}):
-            with pytest.raises(ValueError, match=next(iter(option))):
-                export(drafter, tmp_path / "out", **option)
-    assert not (tmp_path / "out").exists()
-
-
 def test_paths_of_backbones_and_drafters_are_quoted(tmp_path):
     heads = MTPHeads.from_backbone(backbone(), window=4, head_type="cp", rank=2)
     eagle = EagleHead.from_backbone(backbone(), version=1)

@@ -16,15 +16,20 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory):
-    """The Hub after push_client.py and load_client.py, and what they found."""
+    """The Hub after push_client.py, and what that found."""
     folder = tmp_path_factory.mktemp("push")
     (folder / "acceptance.png").write_bytes(PICTURE)
     with LoopbackHub() as hub:
         hub.run(HERE / "push_client.py", folder, home="home of the author")
-        hub.run(HERE / "load_client.py", folder, home="home of a reader", token=None)
-    found = json.loads((folder / "findings.json").read_text())
-    loaded = json.loads((folder / "loaded.json").read_text())
-    return SimpleNamespace(hub=hub, folder=folder, found=found, loaded=loaded, toy=hub.repositories["me/toy"])
+        found = json.loads((folder / "findings.json").read_text())
+        yield SimpleNamespace(hub=hub, folder=folder, found=found, toy=hub.repositories["me/toy"])
+
+
+@pytest.fixture(scope="module")
+def loaded(pushed):
+    """What load_client.py found there afterwards."""
+    pushed.hub.run(HERE / "load_client.py", pushed.folder, home="home of a reader", token=None)
+    return json.loads((pushed.folder / "loaded.json").read_text())
 
 
 @pytest.mark.core
@@ -53,25 +58,29 @@ def test_plain_push_of_model_and_tokenizer(pushed):
     assert b'EvaByteForMTPC.from_pretrained("me/plain")' in files["README.md"].data
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("repo", ["me/toy", "me/plain"])
 @pytest.mark.parametrize("loader", ["code", "own", "auto"])
-def test_clean_process_loads_equal_logits(pushed, loader, repo):
-    assert pushed.loaded[f"{loader} {repo}"] is True
+def test_clean_process_loads_equal_logits(loaded, loader, repo):
+    assert loaded[f"{loader} {repo}"] is True
 
 
-def test_snapshot_download_brings_every_file(pushed):
-    assert pushed.loaded["snapshot files"] == sorted(pushed.toy.files)
-    assert pushed.loaded["snapshot"] is True
+@pytest.mark.nightly
+def test_snapshot_download_brings_every_file(pushed, loaded):
+    assert loaded["snapshot files"] == sorted(pushed.toy.files)
+    assert loaded["snapshot"] is True
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("example", ["example", "heads example"])
-def test_code_of_the_card_runs_and_is_lossless(pushed, example):
+def test_code_of_the_card_runs_and_is_lossless(loaded, example):
     wrote, identical = True, True
-    assert pushed.loaded[example] == [wrote, identical]
+    assert loaded[example] == [wrote, identical]
 
 
-def test_measured_figures_come_back_from_the_hub(pushed):
-    assert pushed.loaded["figures"] == {"tokens_per_call": 1.8, "tokens_per_second": 18.0, "speed_up": 2.0}
+@pytest.mark.nightly
+def test_measured_figures_come_back_from_the_hub(loaded):
+    assert loaded["figures"] == {"tokens_per_call": 1.8, "tokens_per_second": 18.0, "speed_up": 2.0}
 
 
 def test_wrong_token_is_named(pushed):
@@ -105,10 +114,11 @@ def test_public_repository_is_not_taken_for_a_private_one(pushed):
     assert "is public" in pushed.found["private_asked"]["message"]
 
 
-def test_private_repository_stays_private(pushed):
+@pytest.mark.nightly
+def test_private_repository_stays_private(pushed, loaded):
     assert pushed.hub.repositories["me/private"].private
-    assert pushed.loaded["private"].startswith("OSError")
-    assert "me/private" in pushed.loaded["private"]
+    assert loaded["private"].startswith("OSError")
+    assert "me/private" in loaded["private"]
 
 
 def test_weights_of_an_earlier_push_are_removed(pushed):

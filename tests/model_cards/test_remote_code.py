@@ -76,7 +76,6 @@ def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("anywhere")
     expected = {"models": save_models(folder), "drafters": save_drafters(folder)}
     expected["tokenizer"] = save_tokenizer(folder / "both")
-    every_model("evabyte_ff").save_pretrained(folder / "shim", remote_code="package")
     (folder / "expected.pickle").write_bytes(pickle.dumps(expected))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))}
     environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -117,6 +116,5 @@ def test_errors_lead_to_the_card_or_name_what_is_missing(loaded):
     assert isinstance(loaded["refusals"], dict), loaded["refusals"]
     errors = loaded["refusals"]
     assert "inspect the repository content at" in errors["no trust"] and "trust_remote_code=True" in errors["no trust"]
-    assert "pip install tokenahead" in errors["package"]
     assert errors["plain"] == "DeepseekV3ForCausalLM"
     assert "peft" in errors["no peft"]

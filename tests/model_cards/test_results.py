@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 
@@ -41,48 +42,24 @@ def test_interrupted_write_keeps_the_old_file(results, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"backbone_calls": 0}, "backbone_calls=.*0"),
-        ({"new_tokens": 2.5}, "new_tokens=.*2.5"),
-        ({"plain_new_tokens": 0}, "plain_new_tokens=.*0"),
-        ({"seconds": 0.0}, "seconds=0.0"),
-        ({"plain_seconds": math.inf}, "plain_seconds="),
-        ({"name": " "}, "name=' '"),
-        ({"identical": "yes"}, "identical='yes'"),
-        ({"batch_size": 0}, "batch_size=.*0"),
-        ({"repeated_share": 1.5}, "repeated_share=.*1.5"),
-        ({"accepted_by_position": [0.5, -0.1]}, "accepted_by_position="),
-        ({"expected_by_position": 3}, "expected_by_position=.*3"),
-        ({"expected_tokens_per_call": math.nan}, "expected_tokens_per_call="),
-        ({"processor_seconds": 0.0}, "processor_seconds=.*0.0"),
-        ({"per_prompt": [math.inf]}, "per_prompt="),
-    ],
+    ("field", "value"),
+    [("new_tokens", 2.5), ("identical", "yes"), ("expected_by_position", 3), ("per_prompt", ["a"]), ("name", None)],
 )
-def test_bad_row_is_named(row, change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(row, **change)
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(row, field, value):
+    with pytest.raises(StrictDataclassFieldValidationError, match=f"'{field}'"):
+        dataclasses.replace(row, **{field: value})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"results": []}, r"results=\[\]"),
-        ({"hardware": ""}, "hardware=''"),
-        ({"accepted_by_position": [0.5, 1.5]}, "accepted_by_position="),
-        ({"bits_per_byte": math.nan}, "bits_per_byte="),
-        ({"extra": {"note": None}}, "'note'"),
-        ({"environment": {"torch": []}}, "'torch'"),
-    ],
-)
-def test_bad_results_are_named(results, change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(results, **change)
+@pytest.mark.parametrize(("field", "value"), [("hardware", 3), ("extra", {"note": None}), ("results", [7])])
+def test_bad_results_are_named(results, field, value):
+    with pytest.raises(StrictDataclassFieldValidationError, match=f"'{field}'"):
+        dataclasses.replace(results, **{field: value})
 
 
-def test_two_rows_of_one_name_are_refused(results, row):
-    with pytest.raises(ValueError, match="once"):
-        dataclasses.replace(results, results=[row, row])
+def test_no_file_holds_what_is_no_number(results, row, tmp_path):
+    with pytest.raises(ValueError):
+        dataclasses.replace(results, results=[dataclasses.replace(row, seconds=math.nan)]).to_json(tmp_path / "x.json")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +85,7 @@ def test_bad_file_is_named(results, tmp_path, edit, message):
 def test_truncated_file_is_named(results, tmp_path):
     path = results.to_json(tmp_path / "results.json")
     path.write_text(path.read_text()[:100])
-    with pytest.raises(ValueError, match=r"results\.json.*JSON"):
+    with pytest.raises(ValueError, match=r"results\.json"):
         MeasuredResults.from_json(path)
 
 
@@ -117,8 +94,7 @@ def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
     from tokenahead.model_cards import render_card
 
     loops = dataclasses.replace(row, repeated_share=0.6, expected_tokens_per_call=3.0)
-    assert loops.is_degenerate and not row.is_degenerate
-    assert not dataclasses.replace(row, repeated_share=0.5).is_degenerate
+    assert loops.only_loops and not dataclasses.replace(row, repeated_share=0.5).only_loops
     changed = dataclasses.replace(results, results=[loops, results.results[1]])
     entries = render_card(config, changed, license="mit").data.eval_results
     figures = {(entry.metric_type, entry.metric_name.split(", ", 1)[-1]) for entry in entries}
@@ -126,10 +102,3 @@ def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
         assert (metric, "greedy") not in figures and (metric, "sampled, a | b") in figures
     values = {entry.metric_type: entry.metric_value for entry in entries}
     assert values["repetition"] == 0.6 and "expected_tokens_per_call" not in values
-
-
-@pytest.mark.core
-def test_spread_and_processor_time(row):
-    assert row.spread is None and row.processor_speed_up is None
-    more = dataclasses.replace(row, per_prompt=[3.5, 4.5], processor_seconds=1.0, plain_processor_seconds=3.0)
-    assert more.spread == (3.5, 4.5) and more.processor_speed_up == 3.0

@@ -20,6 +20,7 @@ def drafts(model: torch.nn.Module) -> list:
     return out.speculation.rows_drafts
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copy_drafts_as_the_original(name, how):
@@ -29,6 +30,7 @@ def test_a_copy_drafts_as_the_original(name, how):
     assert same_texts(twin, texts(model))
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copy_reads_nothing_of_the_original(name, how):
@@ -41,6 +43,7 @@ def test_a_copy_reads_nothing_of_the_original(name, how):
     twin.bfloat16().generate(prompt_for(twin), max_new_tokens=4, pad_token_id=0)
 
 
+@pytest.mark.by_day(most=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_keeps_texts_and_drafts(name, tmp_path):
     model = every_model(name)
@@ -49,6 +52,7 @@ def test_a_folder_keeps_texts_and_drafts(name, tmp_path):
     assert drafts(again) == drafts(model) and same_texts(again, texts(model))
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes_as_everywhere(name, dtype, tmp_path):
@@ -59,6 +63,7 @@ def test_dtypes_as_everywhere(name, dtype, tmp_path):
     again.generate(prompt_for(again), max_new_tokens=4, pad_token_id=0)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("unembedding", ["shared", "own"])
 def test_a_copy_of_heads_is_detached(unembedding, how):
@@ -99,6 +104,7 @@ def test_a_backbone_that_has_drafted_can_be_pickled(attached):
         assert torch.equal(model.generate(prompt_for(base), assistant_model=drafter, **options), expected)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["backbone first", "drafter first"])
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("kind", ["heads", "student"])

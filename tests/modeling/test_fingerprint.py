@@ -52,6 +52,7 @@ def _saved(backbone, folder):
     return MTPHeads.from_pretrained(folder)
 
 
+@pytest.mark.by_day(most=6)
 @pytest.mark.parametrize("layer", range(6))
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"])
 def test_every_matrix_of_every_layer_is_read(layer, name, tmp_path, caplog):

@@ -49,6 +49,7 @@ def test_labels_are_what_is_scored(make):
     assert len({round(loss.item(), 4) for loss in losses}) == 3
 
 
+@pytest.mark.by_day(most=4)
 @pytest.mark.parametrize("wrong", [70000, -1])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_labels_that_are_no_ids_are_refused_by_name(make, wrong):

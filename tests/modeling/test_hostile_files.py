@@ -56,6 +56,7 @@ def _index(folder, name, file="model.safetensors.index.json"):
     (folder / file).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
 
 
+@pytest.mark.by_day("heads", "eagle", "modules", "backbone")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_an_index_that_leads_elsewhere_is_refused(kind, tmp_path):
     load = _saved(kind, folder := tmp_path / "folder")
@@ -122,6 +123,7 @@ def _numbers(fields, path=()):
             yield *path, name
 
 
+@pytest.mark.by_day("heads", "evabyte")
 @pytest.mark.parametrize("kind", SAVED)
 def test_absurd_numbers_in_a_config_are_refused_at_once(kind, tmp_path):
     load = _saved(kind, folder := tmp_path / "folder")

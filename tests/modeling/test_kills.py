@@ -111,6 +111,7 @@ def check_kills(kind: str, folder: Path, count: int, seed: int) -> None:
         assert load() == 2 and hidden(folder) == [], number
 
 
+@pytest.mark.by_day("heads", "modules", "suffixes", "tokenizer")
 @pytest.mark.core_cases("heads")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kill_leaves_one_version(kind, tmp_path):

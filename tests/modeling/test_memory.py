@@ -62,6 +62,7 @@ def by_a_step(model):
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
+@pytest.mark.by_day(most=5)
 @pytest.mark.parametrize("learn", [in_place, through_data, assigned, by_a_step], ids=lambda learn: learn.__name__)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_backbone_that_learns_moves_no_drafter(name, learn, tmp_path):

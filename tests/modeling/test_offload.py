@@ -15,6 +15,7 @@ OFFLOADS = {
 }
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("where", OFFLOADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_offloaded_models_write_the_same_texts(name, where, tmp_path):
@@ -25,6 +26,7 @@ def test_offloaded_models_write_the_same_texts(name, where, tmp_path):
     assert same_texts(model, expected)
 
 
+@pytest.mark.by_day(most=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_device_map_may_leave_weights_on_disk(name, tmp_path):
     model = every_model(name)
@@ -67,6 +69,7 @@ def test_offloaded_modules_can_be_saved(devices, tmp_path):
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
 
 
+@pytest.mark.by_day(most=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_accelerate_has_unwrapped_writes_the_same_texts(name):
     expected = texts(every_model(name))

@@ -25,6 +25,7 @@ def trained(model: torch.nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
 
 
+@pytest.mark.by_day(most=2)
 @pytest.mark.parametrize("name", EVABYTES + DEEPSEEKS)
 def test_all_linear_leaves_the_head_alone(name):
     model = get_peft_model(every_model(name), lora(target_modules="all-linear"))
@@ -41,6 +42,7 @@ def test_heads_of_several_tokens_are_no_targets(target):
         get_peft_model(every_model("evabyte_btree"), lora(target_modules=[target]))
 
 
+@pytest.mark.by_day(most=2)
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -69,6 +71,7 @@ def test_heads_and_modules_are_trained_and_saved_beside_adapters(name, module, t
     assert same_texts(again.merge_and_unload(), expected)
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("target", [["q_proj"], "all-linear"])
 @pytest.mark.parametrize("name", ["ptp_one_hot", "ptp_categorical"])
 def test_adapters_on_gated_adapters_are_refused(name, target):

@@ -48,6 +48,7 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OWNERS)
 def test_save_load_merge_and_generate(name, way, tmp_path):
@@ -67,6 +68,7 @@ def test_save_load_merge_and_generate(name, way, tmp_path):
     assert torch.equal(texts(merged)[0], expected[0]) and torch.equal(texts(merged, use_mtp=False)[0], expected[0])
 
 
+@pytest.mark.by_day("ff", "hydra", "hmm")
 @pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_heads_apart_serve_an_adapted_and_a_merged_backbone(kind, tmp_path):
     """Adapters belong to the backbone, heads to a directory of their own: both are saved, loaded, merged and
@@ -104,6 +106,7 @@ def learned_and_reloaded(model, fresh, plain, base, ids, folder):
     return loss, again
 
 
+@pytest.mark.by_day("hydra")
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "layer"])
 def test_heads_apart_may_be_adapted_themselves(kind, tmp_path):
     """Where a head consists of linear maps, peft adapts them; what it saves is the adapters alone."""

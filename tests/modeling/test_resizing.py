@@ -11,6 +11,7 @@ def vocabulary(model: torch.nn.Module) -> int:
     return model.config.get_text_config().vocab_size
 
 
+@pytest.mark.by_day(most=4)
 @pytest.mark.parametrize("change", [5, -2])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()

@@ -10,6 +10,7 @@ from tokenahead.testing import chi_square
 WAYS = pytest.mark.parametrize("way", [picked, raced])
 
 
+@pytest.mark.by_day(most=4)
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 7.0])

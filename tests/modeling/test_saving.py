@@ -29,6 +29,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.by_day("evabyte_ff", "heads", "tokenizer")
 @pytest.mark.core_cases("evabyte_ff")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, monkeypatch):
@@ -48,11 +49,12 @@ def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, 
     assert [path for path in (tmp_path / "new").rglob("*") if not path.is_dir()] == []
 
 
+@pytest.mark.by_day("evabyte_ff", "heads", "tokenizer")
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tmp_path):
     thing = made(kind)
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
-    for remote_code, least, most in (("bundle", 2, 100), ("package", 1, 1), ("auto", 0, 0), (None, 0, 0)):
+    for remote_code, least, most in (("bundle", 2, 100), ("auto", 0, 0), (None, 0, 0)):
         folder = tmp_path / str(remote_code)
         thing.save_pretrained(folder, remote_code=remote_code)
         names = json.loads((folder / file).read_text()).get("auto_map", {})
@@ -64,7 +66,7 @@ def test_code_is_written_as_asked_and_leaves_no_trace_on_what_was_saved(kind, tm
     assert contents(tmp_path / "auto") == contents(tmp_path / "None")
     again = type(thing).from_pretrained(tmp_path / "bundle")
     assert not getattr(getattr(again, "config", None), "auto_map", None)
-    with pytest.raises(ValueError, match="remote_code=.*'zip'.*'auto'.*'bundle'.*'package'"):
+    with pytest.raises(ValueError, match="remote_code=.*'zip'.*'auto'.*'bundle'"):
         thing.save_pretrained(tmp_path / "zip", remote_code="zip")
     assert not (tmp_path / "zip").exists()
 

@@ -59,6 +59,7 @@ def written(name, folder):
     return base, type(drafter.detach())
 
 
+@pytest.mark.by_day(most=6)
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_is_named_and_read(name, tmp_path):
     base, kind = written(name, tmp_path)
@@ -70,6 +71,7 @@ def test_every_layout_is_named_and_read(name, tmp_path):
     assert torch.equal(base.generate(IDS[:1], max_new_tokens=12, assistant_model=drafter), plain)
 
 
+@pytest.mark.by_day(most=3)
 @pytest.mark.parametrize("name", [name for name in CASES if "student" not in name])
 def test_training_goes_on_from_its_own_checkpoint(name, tmp_path):
     base, _ = written(name, tmp_path / "read")
@@ -144,6 +146,7 @@ def test_a_model_alone_is_no_drafter(tmp_path):
     assert drafter_class(tmp_path / "nowhere") is None
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("prefix", ["medusa_head.", "module.medusa_head.", "_orig_mod.medusa_head."])
 @pytest.mark.parametrize("form", ["one file", "shards", "pickle", "not in the index"])
 def test_a_merged_medusa_model_that_does_not_count_its_heads(form, prefix, tmp_path):
@@ -172,6 +175,7 @@ def test_a_merged_medusa_model_that_does_not_count_its_heads(form, prefix, tmp_p
     assert all(torch.equal(tensor, expected.state_dict()[key]) for key, tensor in read.state_dict().items())
 
 
+@pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("wrap", ["module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("name", [name for name in CASES if name.split()[0] not in ("tokenahead", "gloeckle", "mtpc")])
 def test_names_of_wrapped_models_are_understood(name, wrap, tmp_path):
@@ -183,12 +187,3 @@ def test_names_of_wrapped_models_are_understood(name, wrap, tmp_path):
         (torch.save if is_pickle else save_file)({wrap + key: tensor for key, tensor in tensors.items()}, file)
     read = read_drafter(tmp_path).state_dict()
     assert read.keys() == expected.keys() and all(torch.equal(read[key], expected[key]) for key in read)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "tokenahead" in name])
-def test_names_of_wrapped_models_are_said_in_our_own_layout(name, tmp_path):
-    written(name, tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file({f"module.{key}": tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"module\..*wrapped"):
-        read_drafter(tmp_path)

@@ -17,6 +17,7 @@ def left_in_training(model: torch.nn.Module) -> torch.nn.Module:
     return model.train()
 
 
+@pytest.mark.by_day(most=4)
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointed_activations_do_not_change_the_text(name, speculate):

@@ -16,8 +16,8 @@ from tests.training.conftest import small_model
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.configuration.loss_options import DIVERGENCES
 from tokenahead.modeling.common.teacher import call_weights
+from tokenahead.modeling.heads.family import window_distribution
 from tokenahead.modeling.heads.joint import JointMTPModel
-from tokenahead.modeling.heads.registry import window_distribution
 
 IGNORE = -100
 Sums = tuple[Tensor, Tensor]

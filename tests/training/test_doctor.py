@@ -170,9 +170,7 @@ def test_a_right_head(learned):
     assert found.accepted.decoded[0] > 0.6 and len(found.accepted.fresh) == len(found.accepted.decoded)
 
 
-@pytest.mark.by_day(
-    "ff, shared", "hydra", "eagle-1", "draft vocabulary", "p-eagle", "dflash 2", "dspark", "modules", "slots"
-)
+@pytest.mark.by_day("draft vocabulary", "dflash 2", "slots")
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_drafters_raise_no_alarm(name):
     """They learned a little, in every convention that a config can state."""
@@ -187,6 +185,7 @@ def test_right_drafters_raise_no_alarm(name):
     assert found.accepted.decoded[0] > 0.1
 
 
+@pytest.mark.by_day("features-feature shift-features of the place before")
 @pytest.mark.parametrize(
     ("kind", "check", "words"),
     [
@@ -199,16 +198,6 @@ def test_a_shift_is_found_and_named(learned, kind, check, words):
     found = seen(learned(kind), count=24)
     assert faults(found) == [check]
     assert words in found.faults[0].words and "fits better" in found.verdict
-
-
-def test_another_backbone(learned):
-    """The fingerprint tells it, whatever is accepted."""
-    torch.manual_seed(0)
-    twin = backbone("llama")
-    twin.load_state_dict(coder("llama").state_dict())
-    with torch.no_grad():
-        twin.model.norm.weight[0] += 0.25
-    assert faults(seen(learned(), twin))[0] == "fingerprint"
 
 
 def test_other_layers_of_the_backbone(learned):
@@ -228,19 +217,11 @@ def test_a_fingerprint_without_layers_says_what_it_shows(copied):
     assert found.is_well and of_backbone.state == "note" and "no layers" in of_backbone.words
 
 
-def test_a_tokenizer_of_more_tokens(copied):
-    folder = copied()
-    letters(50).save_pretrained(folder)
-    assert faults(seen(folder)) == ["tokenizer"]
-
-
 def test_another_tokenizer(learned):
     folder = learned()
     tokenizer_of(by=1).save_pretrained(folder)
     try:
         assert faults(seen(folder)) == ["tokenizer"]
-        tokenizer_of().save_pretrained(folder)
-        assert seen(folder).is_well
     finally:
         for file in folder.glob("*token*"):
             file.unlink()
@@ -262,6 +243,7 @@ def test_layers_that_were_guessed(copied):
     assert faults(found) == ["layer ids"] and "aux_layers=[0, 1, 2]" in found.verdict
 
 
+@pytest.mark.nightly
 def test_states_in_another_order(copied):
     """A conversion has exchanged blocks of the fusing matrix."""
     order = torch.cat([torch.arange(32) + 32 * block for block in (1, 2, 0)])
@@ -298,7 +280,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.by_day("theta", "epsilon", "head_dim", "inputs")
+@pytest.mark.by_day("theta", "head_dim")
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_cause_is_named_and_no_other(copied, name):
     planted, check, words = CAUSES[name]
@@ -338,7 +320,7 @@ def permuted(name, order):
     return lambda state: state | {name: torch.cat([state[name].chunk(len(order))[index] for index in order])}
 
 
-@pytest.mark.by_day("head.weight-options0-order3", "head.maps-options1-order1", "head.leaf.weight-options2-order2")
+@pytest.mark.by_day("head.maps-options1-order1")
 @pytest.mark.parametrize("order", [None, [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0]])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -396,6 +378,7 @@ def test_rounded_ids_of_drafts(change, is_told):
     assert (rounded(change(ids - torch.arange(1000))) is not None) is is_told
 
 
+@pytest.mark.nightly
 def test_the_best_of_wrong_answers_is_no_cause(copied):
     """Rows of a matrix in another order, which no trial undoes."""
     for name in ("down_proj.weight", "o_proj.weight"):
@@ -431,10 +414,9 @@ def turned(*names):
 
 
 def test_little_that_nothing_explains(copied):
-    """Rows of the output in another order, and a backbone of the same shape that no fingerprint tells apart."""
+    """Rows of the output in another order, which no fingerprint tells."""
     found = seen(copied({"backbone_fingerprint": None}, turned("lm_head.weight")))
     assert faults(found) == ["acceptance"] and "first drafts are right" in found.verdict
-    assert "acceptance" in faults(seen(copied({"backbone_fingerprint": None}), backbone("llama", seed=9)))
 
 
 @pytest.mark.parametrize(("count", "is_told"), [(32, False), (1024, True)])
@@ -451,22 +433,21 @@ def scaled(by: float):
     return lambda state: state | {name: state[name] * factor for name, factor in factors.items()}
 
 
+@pytest.mark.by_day("norm_output-4.0")
 @pytest.mark.parametrize(("name", "by"), [("norm_output", 4.0), ("norm_before_residual", 1.0)])
 def test_norms_that_no_tensor_shows(copied, name, by):
     found = seen(copied({name: True}, scaled(by)), count=24, new_tokens=40)
     assert faults(found) == ["norms"] and f"{name}=False" in found.verdict
 
 
-@pytest.mark.parametrize(("name", "check"), [("qk_norm", "norms"), ("attention_bias", "biases"), ("fc_bias", "biases")])
-def test_what_the_config_invents(copied, name, check):
+@pytest.mark.parametrize(
+    ("fields", "lost", "check"),
+    [({"qk_norm": True}, {}, "norms"), ({"fc_bias": True}, {}, "biases"), ({}, {"fc.bias": torch.zeros(32)}, "biases")],
+)
+def test_what_the_config_invents_or_denies(copied, fields, lost, check):
     """The head cannot be loaded, and the doctor says which field is wrong."""
-    found = seen(copied({name: True}))
-    assert faults(found) == [check, "loading"] and f"{name}=True" in found.verdict
-
-
-def test_a_bias_that_the_config_denies(copied):
-    found = seen(copied(tensors=lambda state: state | {"fc.bias": torch.zeros(32)}))
-    assert faults(found) == ["biases", "loading"] and "fc_bias=False" in found.verdict
+    found = seen(copied(fields, lambda state: state | lost))
+    assert faults(found) == [check, "loading"] and f"{next(iter(fields), 'fc_bias')}={not lost}" in found.verdict
 
 
 def test_a_draft_vocabulary_without_the_texts_tokens(learned):
@@ -533,7 +514,7 @@ def test_no_matrix_of_a_released_head_is_new(head):
 
 @pytest.mark.parametrize("shape", [(16, 16), (32, 96), (700, 40), (4, 64, 64)])
 def test_noise_is_new_and_a_direction_is_not(shape):
-    for seed in range(20):
+    for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(shape, generator=generator) * 0.05
         uniform = (torch.rand(shape, generator=generator) * 2 - 1) / shape[-1] ** 0.5

@@ -11,7 +11,8 @@ from tests.training.conftest import trainer_for
 from tests.training.test_joined_rows import DRAFTERS as JOINED
 from tests.training.test_joined_rows import eagle, heads
 from tokenahead import BlockDrafter, DeepSeekMTP
-from tokenahead.training import MTPTrainer, MuToRTrainer, PTPOptions, PTPTrainer
+from tokenahead.experimental import MuToRTrainer
+from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer
 from tokenahead.training.batches import Collator
 
 NOTHING = -100

@@ -12,7 +12,8 @@ from tests.families import family_model
 from tests.ptp_models import backbone, student
 from tests.training.test_dpo import PAIRS
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
-from tokenahead.training import MTPDPOTrainer, MTPSFTTrainer, MTPTrainer, MuToRTrainer, PTPSFTTrainer, PTPTrainer
+from tokenahead.experimental import MuToRTrainer
+from tokenahead.training import MTPDPOTrainer, MTPSFTTrainer, MTPTrainer, PTPSFTTrainer, PTPTrainer
 from tokenahead.training.trainer_base import check_kernels
 
 ROWS = [{"input_ids": [3, 4, 5, 6, 7], "labels": [3, 4, 5, 6, 7]}] * 2

@@ -112,7 +112,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     check_output(settings)
     set_seed(training.seed)
     # settings that need no data are checked before the backbone writes any
-    acceptance, own = _callbacks(requested)
+    own = _callbacks(requested)
     settings = with_moved_backbone(requested)
     trainee = build(settings)
     note_backbone(trainee, requested, settings)
@@ -121,7 +121,6 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
         check_nothing_is_lost(directory, requested)
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*own, *callbacks])
-    acceptance.metric_names(trainer)  # acceptance alone would choose the worst backbone
     draft_frequent_tokens(trainer, trainee, settings)
     name, pushes = requested.data.dataset_name, training.push_to_hub
     data_names = [each.path for each in requested.mixture.datasets] if name is None else [name]
@@ -167,16 +166,17 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     return PTPSFTTrainer(trainee.model, training, **options)
 
 
-def _callbacks(settings: Settings) -> tuple[AcceptanceCallback, list[TrainerCallback]]:
-    """Return what measures acceptance, and the callbacks of the run."""
+def _callbacks(settings: Settings) -> list[TrainerCallback]:
+    """Return the callbacks of the run."""
+    chosen: list[TrainerCallback] = []
     drafter, patience = settings.drafter, settings.drafter.early_stopping_patience
     try:
         acceptance = AcceptanceCallback(**drafter.options("acceptance"))
     except TypeError as error:
         raise ValueError(f"acceptance: {error}") from None
-    measures = settings.training.eval_strategy != "no" and drafter.acceptance is not False
-    stops = [] if patience is None else [EarlyStoppingCallback(patience)]
-    return acceptance, [*([acceptance] if measures else []), *stops]
+    if settings.training.eval_strategy != "no" and drafter.acceptance is not False:
+        chosen.append(acceptance)
+    return chosen if patience is None else [*chosen, EarlyStoppingCallback(patience)]
 
 
 def write_facts(trainer: Trainer, trainee: Trainee, requested: Settings, settings: Settings) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from transformers.utils import logging
 
 from ..conformance.decoders import DECODERS, Decoder
-from ..conformance.kit import BROKEN, KEPT, REFUSED, Verified, verify_all
+from ..conformance.kit import BROKEN, KEPT, REFUSED, Verified, verify
 from ..requests import VerifyRequest
 from ..utils import escaped, one_line
 
@@ -36,12 +36,10 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
     if unknown := [name for name in wanted if name not in DECODERS]:
         raise ValueError(f"--decoders {unknown[0]}: choose of {', '.join(map(repr, DECODERS))}")
     decoders = {name: DECODERS[name] for name in wanted} | {name: _found(name) for name in request.function or []}
-    found = verify_all(decoders, request.samples)
-    if request.json:
-        shown = {name: [asdict(each) for each in checks] for name, checks in found.items()}
-        console.print(json.dumps(shown), markup=False, soft_wrap=True)
-    elif request.markdown:
-        console.print(markdown(found), markup=False, soft_wrap=True)
+    found = {name: verify(decode, request.samples) for name, decode in decoders.items()}
+    if request.json or request.markdown:
+        values = {name: [asdict(each) for each in checks] for name, checks in found.items()}
+        console.print(json.dumps(values) if request.json else _markdown(found), markup=False, soft_wrap=True)
     else:
         show(console, found)
     return found
@@ -68,7 +66,7 @@ def is_others(name: str) -> bool:
 
 
 def show(console: Console, found: dict[str, list[Verified]]) -> None:
-    """Print a table for each function, or why all of it is refused, and a verdict."""
+    """Print a table for each function, or why all of it is refused, how many keep all, and what others break."""
     for name, checks in found.items():
         if len({(each.result, each.words) for each in checks}) == 1 and checks[0].result == REFUSED:
             console.print(f"{name}: {REFUSED}: {checks[0].words}\n", markup=False)
@@ -77,19 +75,16 @@ def show(console: Console, found: dict[str, list[Verified]]) -> None:
         for each in checks:
             table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
         console.print(table)
-    console.print(verdict(found), markup=False)
-
-
-def verdict(found: dict[str, list[Verified]]) -> str:
-    """Return how many functions keep all that they take, and what is broken in the others, on a line each."""
     broken = {name: [each.check for each in checks if each.result == BROKEN] for name, checks in found.items()}
-    lines = [f"{sum(not checks for checks in broken.values())} of {len(found)} keep all that they do not refuse."]
+    whole = sum(not checks for checks in broken.values())
+    console.print(f"{whole} of {len(found)} keep all that they do not refuse.", markup=False)
     for name, checks in broken.items():
-        lines += [f"{name}: {', '.join(checks)} {BROKEN}" + " (not ours, known)" * is_others(name)] if checks else []
-    return "\n".join(lines)
+        if checks:
+            known = " (not ours, known)" * is_others(name)
+            console.print(f"{name}: {', '.join(checks)} {BROKEN}{known}", markup=False)
 
 
-def markdown(found: dict[str, list[Verified]]) -> str:
+def _markdown(found: dict[str, list[Verified]]) -> str:
     """Return one table of what each function keeps."""
     lines = ["| decoding function | kept | refused | BROKEN |", "|---|---|---|---|"]
     for name, checks in found.items():

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...generation.tensors.wrapped_models import untyped
 from ..utils import one_line
-from .decoders import DECODERS, Decoder, MakesModel, plain, small_model
-from .letters import letters
+from .decoders import Decoder, MakesModel, letters, plain, small_model
 from .sampled import ALARM, LAST, VOCABULARY, CoarseTests, Damping, Follows, Law, plain_probabilities, verdict_of
 
 KEPT, BROKEN, REFUSED = "kept", "BROKEN", "refused"
@@ -27,6 +28,8 @@ KEPT, BROKEN, REFUSED = "kept", "BROKEN", "refused"
 _Options = Mapping[str, Any]
 _Seen = tuple[str, str, float | None]
 """Of a check: result, words, p-value."""
+_Call = tuple[Tensor, _Options, Tensor]
+"""A greedy call: prompts, options of `generate`, and the text of plain decoding."""
 _NEW = 16
 _PROMPTS = torch.tensor(
     [[1, 2, 1, 1, 2, 1, LAST], [0, 0, 0, 0, 1, 1, LAST], [2, 1, 1, 2, 1, 1, LAST], [0, 1, 2, 1, 1, 1, LAST]]
@@ -42,14 +45,8 @@ _FEWER = 16
 
 @dataclass(frozen=True)
 class Verified:
-    """What a check found.
-
-    Attributes:
-        check: Its name.
-        result: `"kept"`, `"BROKEN"` or `"refused"`.
-        words: What differs, or why it was refused.
-        p_value: Of sampled texts, corrected for the number of tests.
-    """
+    """What a check found: its result, `"kept"`, `"BROKEN"` or `"refused"`, what differs, or why it was refused, and the
+    p-value of sampled texts, corrected for the number of tests."""
 
     check: str
     result: str
@@ -67,19 +64,8 @@ class Favouring(LogitsProcessor):
         return scores + (torch.arange(scores.shape[1], device=scores.device) % 3 == liked) * 1.5
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A greedy call: prompts, options of `generate`, and the text of plain decoding."""
-
-    ids: Tensor
-    options: _Options
-    want: Tensor
-
-
 def verify(decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: int = 6) -> list[Verified]:
-    """Return what a decoding function keeps.
-
-    A `NotImplementedError` or `ValueError` of the function is a refusal, any other error a fault.
+    """Return what a decoding function keeps; its `NotImplementedError` or `ValueError` refuse, other errors are faults.
 
     Args:
         decode: See `Decoder`.
@@ -97,24 +83,15 @@ def verify(decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: i
     return [*_compared(decode, greedy, checks), *verify_sampled(decode, samples, seed, longest_draft)]
 
 
-def verify_all(decoders: Mapping[str, Decoder] = DECODERS, samples: int = 4000) -> dict[str, list[Verified]]:
-    """Return what each of several decoding functions keeps, by name."""
-    return {name: verify(decode, samples) for name, decode in decoders.items()}
-
-
 def verify_greedy(
     decode: Decoder,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     reference: Decoder = plain,
 ) -> list[Verified]:
-    """Return what a decoding function keeps of the greedy texts of a model.
+    """Return what a decoding function keeps of the greedy texts of a model in whose dtype rounding decides no token.
 
-    Args:
-        decode: See `Decoder`.
-        model: One whose numbers are precise enough that rounding decides no token.
-        tokenizer: Of stop strings; `letters` by default.
-        reference: Writes the model's plain texts.
+    `tokenizer` is that of stop strings, `letters` by default, and `reference` writes the model's plain texts.
     """
     return _compared(decode, model, _greedy_checks(model, tokenizer, reference))
 
@@ -125,7 +102,7 @@ def verify_sampled(
     """Return what a decoding function keeps of sampled texts; arguments as for `verify`, and the names of checks."""
     _, _, model, steady = _small_models(getattr(decode, "small_model", small_model))
     found = []
-    for check, calls in sampled_checks().items():
+    for check, calls in _sampled_checks().items():
         if checks is None or check in checks:
             torch.manual_seed(seed)
             source, count = steady if check == PLACES else model, int(samples * _SHARES.get(check, 0.25))
@@ -149,14 +126,12 @@ def _small_models(
 
 @torch.no_grad()
 def _steady(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy whose probabilities hardly depend on the text.
+    """Return a copy whose probabilities, and those of a drafter that resembles it, hardly depend on the text.
 
-    Those of a drafter that resembles it do not either: what a fault at a place of the block adds to a token's
-    probability then has one sign in all texts, and adds up.
+    What a fault at a place of the block adds to a token's probability then has one sign in all texts, and adds up.
     """
     copied, draws = copy.deepcopy(model), torch.Generator().manual_seed(3)
-    made: Any = copied
-    embeddings, unembedding = made.get_input_embeddings().weight, made.get_output_embeddings().weight
+    embeddings, unembedding = untyped(copied).get_input_embeddings().weight, untyped(copied).lm_head.weight
     common = torch.randn(embeddings.shape[1], generator=draws).sign().to(embeddings)
     embeddings.mul_(20 / embeddings.std()).add_(100 * common)
     unembedding.mul_(0.3)
@@ -168,18 +143,19 @@ def _greedy_checks(
 ) -> dict[str, list[_Call]]:
     """Return the calls of every check, with their plain texts: of one prompt, and of a ragged batch."""
     size = model.config.get_text_config().vocab_size
-    tokenizer, rows = tokenizer or letters(size), [_prompt(length, size) for length in (7, 3, 12, 5)]
-    batch = _padded(rows)
+    tokenizer, draws = tokenizer or letters(size), [(n, torch.Generator().manual_seed(n)) for n in (7, 3, 12, 5)]
+    rows = [torch.randint(1, size, (1, length), generator=draw) for length, draw in draws]
+    batch = pad_sequence([row[0] for row in rows], batch_first=True, padding_side="left")
 
     def call(ids: Tensor, own: _Options) -> _Call:
         options = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0, **own}
-        return _Call(ids, options, reference(model, ids, attention_mask=(ids > 0).long(), **options))
+        return ids, options, reference(model, ids, attention_mask=(ids > 0).long(), **options)
 
     checks = {
         "greedy": [call(row, {}) for row in rows], "padded prompt": [call(batch[1:2], {})],
         "ragged batch": [call(batch, {})],
     }  # fmt: skip
-    first, second = (each.want[0, -_NEW:].tolist() for each in checks["greedy"][:2])
+    first, second = (want[0, -_NEW:].tolist() for _, _, want in checks["greedy"][:2])
     stops = [first[3:5], second[-8:-4], first[9:11], second[-8:-3], first[5:8], second[-8:-2]]  # within drafts
     asked: dict[str, list[dict[str, Any]]] = {  # of the first and the second prompt by turns
         "few tokens": [{"max_new_tokens": count} for count in (1, 2, 3)],
@@ -201,16 +177,16 @@ def _greedy_checks(
 
 def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) -> _Seen:
     """Return how greedy texts differ from plain ones, if they do."""
-    for call in calls:
-        got, want, start = _decoded(decode, model, call.ids, call.options), call.want, call.ids.shape[1]
+    for ids, options, want in calls:
+        got = _decoded(decode, model, ids, options)
         if not got.equal(want):
             width = min(got.shape[1], want.shape[1])
             odd = (got[:, :width] != want[:, :width]).any(0).nonzero()[:, 0].tolist()
-            return BROKEN, f"differs from new token {(odd or [width])[0] - start + 1} on", None
+            return BROKEN, f"differs from new token {(odd or [width])[0] - ids.shape[1] + 1} on", None
     return KEPT, "", None
 
 
-def sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
+def _sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
     """Return prompts and options of the calls of every check of sampled texts, among which texts are divided."""
     one, options = _PROMPTS[:1], {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
     asked: dict[str, list[dict[str, Any]]] = {
@@ -223,10 +199,7 @@ def sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
         "sampled, constraint": [{"logits_processor": [Follows()]}],
         "sampled, precision": [{"logits_processor": [Damping()]}],
     }
-    calls: dict[str, list[tuple[Tensor, _Options]]] = {
-        check: [(one, options | own) for own in each] for check, each in asked.items()
-    }
-    return calls | {
+    return {check: [(one, options | own) for own in each] for check, each in asked.items()} | {
         PLACES: [(_PROMPTS[:1, -2:], options | {"temperature": each}) for each in (2.5, 5.0)],
         "sampled, ragged batch": [(_PROMPTS, options | {"max_new_tokens": 24})],  # of many cycles
         "sampled, eos": [(_PROMPTS, options | {"eos_token_id": end}) for end in (3, [0, 3])],
@@ -236,7 +209,7 @@ def sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
 def _deviating(
     decode: Decoder, model: PreTrainedModel, calls: Sequence[tuple[Tensor, _Options]], samples: int, length: int
 ) -> _Seen:
-    """Return how likely drawn texts are: in one batch, or one by one, and fewer, where batches are refused."""
+    """Return how likely drawn texts are: in batches, or one by one, and fewer, where batches are refused."""
 
     def draw(law: Law, count: int) -> None:
         for prompts, own in calls:
@@ -258,11 +231,7 @@ def _deviating(
 
 
 def _add_texts(law: Law, decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Options) -> None:
-    """Add the texts of a call.
-
-    Raises:
-        _Fault: They are longer or shorter than was asked, or go on behind their end, or tests have 16 bits.
-    """
+    """Add the texts of a call; refuse other lengths than were asked for, and what goes on behind its end."""
     with CoarseTests() if "logits_processor" in options else nullcontext() as tests:
         found, width, length = _decoded(decode, model, ids, options), ids.shape[1], options["max_new_tokens"]
     if tests is not None and tests.found:
@@ -271,8 +240,7 @@ def _add_texts(law: Law, decode: Decoder, model: PreTrainedModel, ids: Tensor, o
     is_end = torch.isin(found[:, width:], ends)  # [B, T]
     counted = is_end.cumsum(1) - is_end.long() == 0  # up to the end, itself included
     rest = torch.where(counted, options["pad_token_id"], found[:, width:])
-    is_whole = found.shape[1] == width + length or (found.shape[1] < width + length and is_end.any(1).all())
-    if not is_whole:
+    if found.shape[1] > width + length or not (found.shape[1] == width + length or is_end.any(1).all()):
         raise _Fault(f"texts have {found.shape[1] - width} new tokens, not {length}")
     if not bool((rest == options["pad_token_id"]).all()):
         raise _Fault("texts go on behind their end")
@@ -284,11 +252,7 @@ class _Fault(Exception):
 
 
 def _decoded(decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Options) -> Tensor:
-    """Return what a function writes.
-
-    Raises:
-        TypeError: It returns something else than prompts and texts.
-    """
+    """Return the prompts and texts that a function writes."""
     found = decode(model, ids, attention_mask=(ids > 0).long(), **options)
     found = getattr(found, "sequences", found)
     if not isinstance(found, Tensor) or found.dim() != 2 or not found[:, : ids.shape[1]].equal(ids):
@@ -310,12 +274,3 @@ def _checked(check: str, look: Callable[[], _Seen]) -> Verified:
 
 def _allowed(size: int, row: int, ids: Tensor) -> list[int]:
     return [1 + row, 2 + (int(ids[-1]) + row) % (size - 2)]
-
-
-def _prompt(length: int, size: int) -> Tensor:
-    return torch.randint(1, size, (1, length), generator=torch.Generator().manual_seed(length))
-
-
-def _padded(rows: list[Tensor]) -> Tensor:
-    width = max(row.shape[1] for row in rows)
-    return torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])

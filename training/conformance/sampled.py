@@ -20,7 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ...generation.call.automata import AutomatonProcessor
-from ...generation.tensors.wrapped_models import untyped
 
 VOCABULARY = 4
 LAST = 2
@@ -73,11 +72,7 @@ class Damping(LogitsProcessor):
 
 
 class CoarseTests(TorchDispatchMode):
-    """Sees whether random numbers are compared in 16 bits: counts show no error of one in 2,000 that it makes.
-
-    Attributes:
-        found: Whether they were.
-    """
+    """Sees whether random numbers are compared in 16 bits (`found`): counts show no error of one in 2,000."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,35 +90,29 @@ class CoarseTests(TorchDispatchMode):
         return result
 
 
+def _processors(model: Any, prompts: Tensor, options: Mapping[str, Any]) -> LogitsProcessorList:
+    """Return what transformers' own loop does to logits after prompts [B, L]."""
+    fields = {name: value for name, value in options.items() if name != "logits_processor"}
+    config, _ = model._prepare_generation_config(None, **fields)
+    model._prepare_special_tokens(config, device=prompts.device)
+    own = LogitsProcessorList(options.get("logits_processor", []))
+    return model._get_logits_processor(config, prompts.shape[1], prompts, None, own, device=prompts.device)
+
+
 @torch.no_grad()
 def plain_probabilities(model: PreTrainedModel, ids: Tensor, width: int, options: Mapping[str, Any]) -> Tensor:
-    """Return the probabilities [B, T, V] of plain decoding for every new token of texts.
-
-    Args:
-        model: A causal language model.
-        ids: [B, width + T] int64, of one call: prompts, padded on the left with 0, and new tokens.
-        width: Columns of the prompts.
-        options: Of `generate`.
-    """
+    """Return the probabilities [B, T, V] of plain decoding for the new tokens of a call's ids [B, width + T]."""
     mask = torch.nn.functional.pad(ids[:, :width] > 0, (0, ids.shape[1] - width), value=True).long()
     places = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).logits[:, width - 1 : -1]
-    fields = {name: value for name, value in options.items() if name != "logits_processor"}
-    config, _ = untyped(model)._prepare_generation_config(None, **fields)
-    untyped(model)._prepare_special_tokens(config, device=ids.device)
-    own = LogitsProcessorList(options.get("logits_processor", []))
-    processors = untyped(model)._get_logits_processor(config, width, ids[:, :width], None, own, device=ids.device)
+    processors = _processors(model, ids[:, :width], options)
     scores = logits.float().unbind(1)  # as transformers' own loop casts them
     seen = [processors(ids[:, : width + at], each.clone()) for at, each in enumerate(scores)]
     return torch.stack(seen, 1).double().softmax(-1)
 
 
 class Law:
-    """Drawn tokens, their probabilities, and how far the first are from the second.
-
-    Args:
-        vocabulary: V.
-    """
+    """Drawn tokens of a vocabulary of V, their probabilities, and how far the first are from the second."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary, self.drawn, self.probs = vocabulary, list[Tensor](), list[Tensor]()
@@ -223,3 +212,51 @@ def verdict_of(draw: Callable[[Law, int], None], vocabulary: int, samples: int) 
         if ALARM <= law.p_value() < level:
             draw(law, further * samples)
     return law
+
+
+Distribution = dict[tuple[int, ...], float]
+"""Texts and their probabilities."""
+
+
+def chi_square(cells: Tensor, distribution: Tensor) -> float:
+    """Return the p-value of drawn cell numbers [N] under `distribution` [C]; rare cells are counted as one.
+
+    A cell that the distribution excludes and that was drawn gives 0.
+    """
+    seen = torch.bincount(cells, minlength=len(distribution)).double()
+    if bool(seen[distribution == 0].any()):
+        return 0.0
+    expected = distribution.double() * len(cells)
+    rare = expected < 5
+    seen, expected = (torch.cat([counts[~rare], counts[rare].sum()[None]]) for counts in (seen, expected))
+    if expected[-1] < 5:  # too few even together: they join the last frequent cell
+        seen, expected = (torch.cat([counts[:-2], counts[-2:].sum()[None]]) for counts in (seen, expected))
+    expected = expected * seen.sum() / expected.sum()
+    statistic = ((seen - expected).square() / expected).sum()
+    return _tail(statistic, len(seen) - 1)
+
+
+@torch.no_grad()
+def continuation_distribution(model: Any, prompt: Tensor, length: int, **options: Any) -> Distribution:
+    """Return the probabilities of all continuations of a prompt [1, L] by `length` tokens; options of `generate`."""
+    processors = _processors(model, prompt, {"do_sample": True, **options})
+    distribution: Distribution = {(): 1.0}
+    for _ in range(length):
+        distribution = {text: p for text, p in distribution.items() if p > 0}
+        texts = torch.tensor(list(distribution)).long().view(len(distribution), -1)
+        ids = torch.cat([prompt.expand(len(distribution), -1), texts], dim=1)
+        next_probs = processors(ids, model(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
+        distribution = {
+            (*text, x): p * q for (text, p), row in zip(distribution.items(), next_probs) for x, q in enumerate(row)
+        }
+    return distribution
+
+
+def continuation_p_value(samples: Tensor, distribution: Distribution) -> float:
+    """Return the chi-square p-value of drawn continuations [N, length]; see `chi_square`."""
+    number = {text: cell for cell, text in enumerate(distribution)}
+    texts = [tuple(text) for text in samples.tolist()]
+    if any(text not in number for text in texts):  # it continues what the distribution excludes
+        return 0.0
+    cells = torch.tensor([number[text] for text in texts])
+    return chi_square(cells, torch.tensor(list(distribution.values()), dtype=torch.double))

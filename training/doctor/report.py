@@ -20,16 +20,15 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from ...configuration.fields import field
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafter import BaseDrafter
-from ...generation.tensors.tensor_files import Fields, read_tensors, tensor_names, weight_files
+from ...generation.tensors.tensor_files import Fields, optional_file, read_tensors, tensor_names, weight_files
 from ...generation.tensors.wrapped_models import fingerprint, same_backbone, untyped
 from ...modeling import EagleHead
 from ...modeling.common.draft_vocabulary import DraftVocabulary
-from ...modeling.common.foreign import optional_file
 from ...modeling.common.learning import DraftModel
 from ...modeling.common.stored_drafters import drafter_class, read_drafter
 from ...modeling.eagle.conversion import SHOWN_BY, own_name
 from ...modeling.heads.losses import IGNORE
-from ..evaluation.decoding import GREEDY, Method, Run, acceptance_by_position, decode
+from ..evaluation.decoding import GREEDY, Method, Row, acceptance_by_position, decode
 from ..evaluation.drafts import Batch, has_probs, usual_drafts
 from ..evaluation.methods import drafting_method, named_method
 from ..evaluation.prompts import Prompt, PromptEncoder, groups_of
@@ -39,29 +38,19 @@ from .trials import Drafted, Trial, along, answered, brings_back, is_easier, is_
 OK, NOTE, FAULT = "ok", "note", "fault"
 """States of a check."""
 Source = str | PathLike[str]
-_SMALLEST, _ROWS = 16, 512
-"""Rows and columns of a matrix that is told from noise: the least, and the most that are looked at."""
-_DEVIATION, _DEVIATES = 0.02, 4.0
-"""Usual standard deviation of new weights, and standard errors by which theirs may differ from it."""
-_BITS = 16
-"""Binary digits that are 0 by chance once in 65,536 vocabularies."""
 COVERED = 0.85
 """Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
 LITTLE = 0.08
 """Share of first drafts below which nothing is gained, and something must be wrong."""
-_LOOPING = 0.5
-"""Texts that repeat themselves more are left out where forms of prompts are compared."""
-_CLOSE, _ENDS = 0.03, 3
-"""Shares of accepted drafts that differ by less are one, for near-ties round differently in blocks; and so many
-verifications, for those at the end of a text are cut short."""
-_SURE, _LIKELY = 3.0, 2.0
-"""Standard errors by which a convention is better; and where the backbone's config says it, or beside other ones."""
-_LEAST, _LEAST_OF_THEIRS = 0.15, 0.05
-"""Shares of the lost calls that a cause brings back; the second where the backbone's config says it."""
-_READ_OFF, _SURER = 0.9, 0.15
-"""Share of first drafts that are right where the answer is read off, and how much surer than right mended ones are."""
-_BATCH = 8
-"""Prompts that are answered at once."""
+_SMALLEST, _ROWS = 16, 512  # rows and columns of a matrix that is told from noise: the least, and the most looked at
+_DEVIATION, _DEVIATES = 0.02, 4.0  # usual deviation of new weights, and standard errors by which theirs may differ
+_BITS = 16  # binary digits that are 0 by chance once in 65,536 vocabularies
+_LOOPING = 0.5  # texts that repeat themselves more are left out where forms of prompts are compared
+_CLOSE, _ENDS = 0.03, 3  # shares that differ by less are one, for near-ties; verifications that a text's end cuts short
+_SURE, _LIKELY = 3.0, 2.0  # standard errors by which a convention is better; where the backbone's config says it
+_LEAST, _LEAST_OF_THEIRS = 0.15, 0.05  # shares of the lost calls that a cause brings back; the same
+_READ_OFF, _SURER = 0.9, 0.15  # first drafts right where the answer is read off; and surer than right, at most
+_BATCH = 8  # prompts that are answered at once
 
 
 @dataclass(frozen=True)
@@ -75,15 +64,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Shares of verifications that accept at least 1, 2, ... drafts.
-
-    Attributes:
-        decoded: In calls of `generate`.
-        expected: Along the same texts, where the drafter has distributions: what `decoded` should be.
-        fresh: What its first draft reaches where every draft is made from the backbone's own states.
-        tokens_per_call: Of the calls.
-        verifications: How many there were.
-    """
+    """Shares of verifications that accept at least 1, 2, ... drafts: in calls of `generate`, as expected along the same
+    texts, and of first drafts made from the backbone's own states; tokens per call, and the number of verifications."""
 
     decoded: list[float] = attribute(default_factory=list)
     expected: list[float] = attribute(default_factory=list)
@@ -130,16 +112,13 @@ def diagnose_source(
     chats: bool = True,
     new_tokens: int = 64,
 ) -> Diagnosis:
-    """Return what is wrong with a drafter that is stored; one that cannot be loaded is diagnosed by its files.
+    """Return what is wrong with a drafter that is stored, as `tokenahead bench` names it: `KIND[:SOURCE]`.
 
-    Args:
-        spec: The drafter, as `tokenahead bench` names it: `KIND[:SOURCE]`.
-        model, tokenizer, prompts, chats, new_tokens: See `diagnose`.
+    One that cannot be loaded is diagnosed by its files. Further arguments are those of `diagnose`.
 
     Raises:
         ValueError: No kind of drafter.
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
+        OSError: No such directory, or what the Hub cannot give.
     """
     source = spec.partition(":")[2].partition("?")[0] or None
     try:
@@ -165,17 +144,10 @@ def diagnose(
     source: Source | None = None,
     **options: Any,
 ) -> Diagnosis:
-    """Return what is wrong with an attached drafter.
+    """Return what is wrong with a drafter that is attached to a backbone, or with a model that drafts for itself.
 
-    Args:
-        model: The backbone.
-        tokenizer: Its tokenizer.
-        drafter: Attached to `model`, or `model` itself where it drafts.
-        prompts: What the backbone answers, greedily.
-        chats: Whether prompts get the tokenizer's chat template, if it has one.
-        new_tokens: Of every answer, at most.
-        source: The directory or repository of the drafter, where it has one.
-        **options: Of `generate`.
+    The backbone answers the prompts greedily, with the tokenizer's chat template if it `chats`, in so many new tokens.
+    `source` is the directory or repository of the drafter, and `options` are those of `generate`.
     """
     method = drafting_method("drafter", model, None if drafter is model else drafter, **options)
     texts, runs = _answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
@@ -196,15 +168,19 @@ def diagnose(
     if tokenizer.chat_template is not None and (chats or not isinstance(drafter, MTPGenerationMixin)):
         texts, runs = _answers(method, PromptEncoder(tokenizer, not chats), prompts, new_tokens)
         if sum(run.repeated_share for run in runs) <= _LOOPING * len(runs):
-            findings.append(_of_template(base, along(drafter, texts, len(base.calls.by_position)), chats))
+            other, forms = along(drafter, texts, base.length), ("with", "without") if chats else ("without", "with")
+            pairs = zip((base, other), forms)
+            rates = ", ".join(f"{each.calls.tokens_per_call:.2f} tokens per call {form} it" for each, form in pairs)
+            state = FAULT if is_easier(other, base) else OK
+            findings.append(Finding("form of prompts", state, f"chat template: {rates}"))
     return Diagnosis(_settled([*findings, _of_acceptance(base, findings)]), accepted)
 
 
 def _answers(
     method: Method, writer: PromptEncoder, prompts: Sequence[Prompt], new_tokens: int
-) -> tuple[list[Batch], list[Run]]:
+) -> tuple[list[Batch], list[Row]]:
     """Return the greedy answers to all prompts in batches, each with what it took."""
-    texts, runs = list[Batch](), list[Run]()
+    texts, runs = list[Batch](), list[Row]()
     for group in groups_of(prompts, _BATCH):
         batch = writer.batch(group, [[]] * len(group), method.model.device)
         runs.append(decode(method, batch, GREEDY, new_tokens))
@@ -212,21 +188,17 @@ def _answers(
     return texts, runs
 
 
-def _accepted(runs: Sequence[Run]) -> Accepted:
+def _accepted(rows: Sequence[Row]) -> Accepted:
     """Return what calls accepted, by depth and in the mean."""
-    counts = [count for run in runs for row in run.accepted for count in row]
-    longest = max((count for run in runs for row in run.drafted for count in row), default=0)
+    counts = [count for row in rows for each in row.accepted for count in each]
     if not counts:
         return Accepted()
-    mean = 1 + sum(counts) / len(counts)
-    return Accepted(acceptance_by_position(counts, longest), tokens_per_call=mean, verifications=len(counts))
+    longest = max((count for row in rows for each in row.drafted for count in each), default=0)
+    return Accepted(acceptance_by_position(counts, longest), [], [], 1 + sum(counts) / len(counts), len(counts))
 
 
 def _of_files(source: Source | None) -> Iterator[Finding]:
-    """Yield what the files of a drafter say of themselves.
-
-    The config of an EAGLE head may deny or invent norms and biases that its tensors have, and `d2t` may be rounded.
-    """
+    """Yield whether an EAGLE head's config denies or invents norms and biases of its tensors, and `d2t` is rounded."""
     kind = None if source is None else drafter_class(source)
     if source is None or kind is None or not issubclass(kind, DraftModel):
         return
@@ -271,8 +243,7 @@ def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
         return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
     if "/" in recorded and "/" in actual:
         return Finding("fingerprint", OK, "the drafter learned on this backbone")
-    why = "no layers of it are recorded" if "/" in actual else "its layers cannot be read"
-    return Finding("fingerprint", NOTE, f"unembedding and last norm are those that the drafter learned on; {why}")
+    return Finding("fingerprint", NOTE, "it is that of unembedding and last norm alone; no layers are recorded or read")
 
 
 def of_tokenizers(
@@ -298,19 +269,16 @@ def of_tokenizers(
 
 
 def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
-    """Return whether matrices of a drafter are as they were made: constant, or noise without any direction.
-
-    Copies of the backbone's tables are left out.
-    """
+    """Return whether matrices of a drafter, but copies of the backbone's tables, are as they were made."""
     parts = backbone.get_input_embeddings(), backbone.get_output_embeddings()
     tables = [each for part in parts if isinstance(each := getattr(part, "weight", None), Tensor) and not each.is_meta]
-    named = [pair for part in drafter.parts().values() for pair in part.named_parameters()]
-    matrices = [(name, each) for name, each in named if each.requires_grad and not each.is_meta and each.dim() > 1]
-    matrices = [(name, each.detach()) for name, each in matrices if each.is_floating_point()]
-    copied = lambda each: any(each.shape == table.shape and each.equal(table.to(each)) for table in tables)  # noqa: E731
-    matrices = [(name, each) for name, each in matrices if not copied(each)]
+    matrices = dict[str, Tensor]()
+    for name, each in (pair for part in drafter.parts().values() for pair in part.named_parameters()):
+        is_learned = each.requires_grad and not each.is_meta and each.dim() > 1
+        if is_learned and not any(each.shape == table.shape and each.equal(table.to(each)) for table in tables):
+            matrices[name] = each.detach()
     deviation = getattr(getattr(drafter, "config", None), "initializer_range", None)
-    found = [name for name, each in matrices if is_new(each, deviation or _DEVIATION)]
+    found = [name for name, each in matrices.items() if is_new(each, deviation or _DEVIATION)]
     words = f"as newly made: {len(found)} of {len(matrices)} matrices {', '.join(found[:3])}"
     return Finding("untrained tensors", FAULT if found else OK, words)
 
@@ -349,7 +317,7 @@ def _of_vocabulary(part: DraftVocabulary, texts: Sequence[Batch]) -> Finding:
 
 
 def _of_decoding(accepted: Accepted) -> Finding:
-    """Return whether calls accept what the drafter's distributions along the same texts say."""
+    """Return whether calls accept what the drafts along the same texts say."""
     worst = max((expected - decoded for decoded, expected in zip(accepted.decoded, accepted.expected)), default=0.0)
     is_less = worst > _CLOSE + _ENDS / max(accepted.verifications, 1)
     words = f"calls accept up to {max(worst, 0.0):.0%} less than the drafts along the same texts do"
@@ -368,7 +336,7 @@ def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Sourc
     odd = [key for key, each in floats.items() if not bool((each.abs() <= most).all())]
     try:
         untyped(drafter).float().load_state_dict(wide)
-        found = along(drafter, texts, len(base.calls.by_position))
+        found = along(drafter, texts, base.length)
     finally:
         untyped(drafter).to(dtype).load_state_dict(held)
     words = f"{name}: {base.calls.tokens_per_call:.2f} tokens per call, in float32 {found.calls.tokens_per_call:.2f}"
@@ -380,12 +348,12 @@ def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Sourc
 def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[Finding]:
     """Yield a finding for each kind of convention: that it fits, or that another one fits better than all others.
 
-    The best of wrong answers is no cause: one that brings back little, or that others come near, is called the nearest.
+    The best of wrong answers, which brings back little, or which others come near, is no cause but the nearest.
     """
     tried = list[tuple[Trial, Drafted]]()
     for trial in trials_of(drafter):
         with trial.holds():
-            tried.append((trial, along(drafter, texts, len(base.calls.by_position), trial.shift)))
+            tried.append((trial, along(drafter, texts, base.length, trial.shift)))
     rated = [each for each in tried if _is_rated(*each)]
     best = max((each for each in rated if _mends(*each, base)), key=_fit, default=None)
     others = [found for trial, found in rated if best is not None and trial.cause != best[0].cause]
@@ -406,8 +374,7 @@ def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[
 
 
 def _is_rated(trial: Trial, found: Drafted) -> bool:
-    """Return whether a trial may be the cause, by what it leads to: an answer is read off, and nothing is surer than
-    right."""
+    """Return whether a trial may be the cause: an answer is read off, and nothing is surer than right."""
     if trial.shows_answer and found.calls.by_position[0] < _READ_OFF:
         return False
     return trial.is_theirs or float(found.surer.sum() / found.calls.tokens.sum()) < _SURER
@@ -423,16 +390,8 @@ def _fit(tried: tuple[Trial, Drafted]) -> float:
     return float(tried[1].drawn.sum())
 
 
-def _of_template(base: Drafted, found: Drafted, chats: bool) -> Finding:
-    """Return whether the drafter fits the prompts better in their other form, with or without the template."""
-    forms = ("with", "without") if chats else ("without", "with")
-    rates = (f"{each.calls.tokens_per_call:.2f} tokens per call {form} it" for each, form in zip((base, found), forms))
-    return Finding("form of prompts", FAULT if is_easier(found, base) else OK, f"chat template: {', '.join(rates)}")
-
-
 def _of_acceptance(base: Drafted, others: Sequence[Finding]) -> Finding:
-    """Return whether first drafts are hardly ever right where no other check says why; a vocabulary that lacks tokens
-    is no reason for that."""
+    """Return whether first drafts are hardly ever right, which no check says why, but one of the vocabulary."""
     share = base.calls.by_position[0] if base.calls.by_position else 0.0
     words = f"{share:.0%} of the first drafts are right"
     if share >= LITTLE:
@@ -444,8 +403,7 @@ def _of_acceptance(base: Drafted, others: Sequence[Finding]) -> Finding:
 
 def _settled(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings without what follows from others: wrong ids of drafts lack tokens, and are tried in vain."""
-    d2t = next((each for each in findings if each.check == "d2t" and each.state == FAULT), None)
-    if d2t is None:
+    if (d2t := next((each for each in findings if (each.check, each.state) == ("d2t", FAULT)), None)) is None:
         return [*findings]
     kept = [each for each in findings if each is d2t or each.check != "d2t"]
     return [replace(each, state=NOTE) if each.check == "vocabulary" else each for each in kept]

@@ -34,12 +34,12 @@ from ..evaluation.expected import ExpectedCalls
 
 _MORE, _ERRORS = 1.25, 3.0
 """Times the calls per token, and their standard errors, which tell one form of prompts from the other."""
-_DEFAULTS = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
+_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "rope": ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}),
+    "norms": ("rms_norm_eps", 1e-6),
+    "activation": ("hidden_act", "silu"),
 }
-"""Values of configs that do not say them, which are tried besides the backbone's."""
+"""By check, a field and the value of configs that do not say it, which is tried besides the backbone's."""
 _PLACES = {-1: "the place before", 1: "the place after"}
 _ORDERS = 24
 """Orders of heads up to which all are tried."""
@@ -47,27 +47,25 @@ _ORDERS = 24
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a drafter does along N texts.
+    """What a drafter does along N texts: expected greedy calls, and two sums over the places of each text.
 
-    Attributes:
-        calls: Expected greedy calls of every text.
-        drawn: [N], the sum over places of the drafts that would be accepted if tokens were drawn, which tells
-            conventions apart where few calls differ: products over drafts of the sum over tokens of min(p, q).
-        surer: [N], the sum over places of how much surer the first draft is than it is right.
+    `drawn` are the drafts that would be accepted if tokens were drawn, products over drafts of the sum over tokens of
+    min(p, q), which tell conventions apart where few calls differ; `surer` is by how much first drafts are surer than
+    right.
     """
 
     calls: ExpectedCalls
-    drawn: Tensor
-    surer: Tensor
+    drawn: Tensor  # [N]
+    surer: Tensor  # [N]
 
     @property
-    def lost(self) -> float:
-        """Calls beyond those that the tokens take where every draft is right."""
-        return float(self.calls.calls.sum() - self.calls.tokens.sum() / (1 + self.calls.accepted.shape[-1]))
+    def length(self) -> int:
+        """Tokens of the drafts."""
+        return self.calls.accepted.shape[-1]
 
     def __add__(self, other: Drafted) -> Drafted:
-        joined = (torch.cat(pair) for pair in ((self.drawn, other.drawn), (self.surer, other.surer)))
-        return Drafted(self.calls + other.calls, *joined)
+        drawn, surer = torch.cat([self.drawn, other.drawn]), torch.cat([self.surer, other.surer])
+        return Drafted(self.calls + other.calls, drawn, surer)
 
 
 def answered(prompts: Mapping[str, Tensor], new: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -75,16 +73,12 @@ def answered(prompts: Mapping[str, Tensor], new: Sequence[Sequence[int]]) -> dic
     rows = [ids[mask.bool()] for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"])]
     texts = [torch.cat([row, row.new_tensor(ids)]) for row, ids in zip(rows, new)]
     labels = [torch.cat([torch.full_like(row, IGNORE), text[len(row) :]]) for row, text in zip(rows, texts)]
-    return {
-        "input_ids": pad_sequence(texts, True),
-        "labels": pad_sequence(labels, True, IGNORE),
-        "attention_mask": pad_sequence([*map(torch.ones_like, texts)], True),
-    }
+    ids, mask = pad_sequence(texts, True), pad_sequence([*map(torch.ones_like, texts)], True)
+    return {"input_ids": ids, "labels": pad_sequence(labels, True, IGNORE), "attention_mask": mask}
 
 
 def along(drafter: Any, texts: Sequence[Batch], length: int, shift: int = 0) -> Drafted:
-    """Return what a drafter with distributions (`has_probs`) does along texts (`answered`), with drafts of `length`
-    tokens; draft j is compared with the backbone's choice for draft j + `shift`."""
+    """Return what a drafter does along texts (`answered`), draft j compared with the backbone's choice j + `shift`."""
     longest = drafter.longest_draft() or length + abs(shift)
     length = max(min(length, longest - abs(shift)), 1)
     return reduce(add, (_drafted(*_agreement(drafter, batch, length, shift)) for batch in texts))
@@ -102,8 +96,7 @@ def reach(drafter: Any, texts: Sequence[Batch], length: int) -> list[float]:
 
 @torch.no_grad()
 def _agreement(drafter: Any, batch: Batch, length: int, shift: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which drafts are the backbone's own choices, [B, L, m], the terms of `Drafted.drawn` and `surer`,
-    [B, L, 2], and the positions that drafts follow, [B, L]."""
+    """Return which drafts are right, [B, L, m], terms of `Drafted`, [B, L, 2], and where drafts follow, [B, L]."""
     positions = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
     agrees = torch.zeros(*positions.shape, length, dtype=torch.float64)
     terms = torch.zeros(*positions.shape, 2, dtype=torch.float64)
@@ -138,8 +131,7 @@ def remembered(model: PreTrainedModel) -> Iterator[None]:
 
 
 def is_surer(other: Drafted, base: Drafted, errors: float) -> bool:
-    """Return whether a convention would accept more, and saves calls or accepts drafts beyond so many standard errors
-    over the texts."""
+    """Return whether a convention accepts more drafts, or saves calls, by so many standard errors over texts."""
     gain = other.drawn - base.drawn  # [N]
     found = base.calls.calls - other.calls.calls, gain
     bounds = (len(each) ** 0.5 * errors * float(each.std(correction=len(each) > 1)) for each in found)
@@ -148,8 +140,8 @@ def is_surer(other: Drafted, base: Drafted, errors: float) -> bool:
 
 def brings_back(other: Drafted, base: Drafted) -> float:
     """Return the share of the lost calls, those beyond the calls of drafts that are always right, that are saved."""
-    lost, saved = base.lost, float(base.calls.calls.sum() - other.calls.calls.sum())
-    return saved / lost if lost > 0 else 0.0
+    lost = float(base.calls.calls.sum() - base.calls.tokens.sum() / (1 + base.length))
+    return float(base.calls.calls.sum() - other.calls.calls.sum()) / lost if lost > 0 else 0.0
 
 
 def is_easier(other: Drafted, base: Drafted) -> bool:
@@ -162,24 +154,14 @@ def is_easier(other: Drafted, base: Drafted) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """A convention to try.
+    """A convention to try."""
 
-    Attributes:
-        check: The cause that it undoes, if it is the better one; two causes that one trial undoes have a comma.
-        words: What then fits.
-        holds: Makes a context in which it holds.
-        shift: See `along`.
-        shows_answer: Rows read what follows the next token, from which any head guesses better; only a head that reads
-            it off has learned so.
-        is_theirs: The backbone's config says it, and the drafter's another value.
-    """
-
-    check: str
-    words: str
-    holds: Callable[[], Any] = nullcontext
+    check: str  # the cause that it undoes, if it is the better one; two causes that one trial undoes have a comma
+    words: str  # what then fits
+    holds: Callable[[], Any] = nullcontext  # makes a context in which it holds
     shift: int = 0
-    shows_answer: bool = False
-    is_theirs: bool = False
+    shows_answer: bool = False  # rows read what follows the next token: only a head that reads it off has learned so
+    is_theirs: bool = False  # the backbone's config says it, and the drafter's another value
 
     @property
     def cause(self) -> str:
@@ -220,14 +202,7 @@ def _set(check: str, owner: object, name: str, value: object) -> Trial:
 
 @contextmanager
 def shifted_rows(head: EagleHead, features: int = 0, tokens: int = 0, positions: int = 0) -> Iterator[None]:
-    """Let rows read features and tokens of other places, and drafted rows have other positions.
-
-    Args:
-        head: Drafts, or learns.
-        features: -1: row t reads the feature of token t - 1.
-        tokens: -1: row t reads token t in place of token t + 1; as do the rows that are drafted after it.
-        positions: Added to the positions of drafted rows alone, for what all rows have in common changes nothing.
-    """
+    """Let rows of a head read features and tokens so many places on, and add to the positions of drafted rows alone."""
     rows, fuse = head.rows, head.fuse
 
     def changed(
@@ -244,17 +219,16 @@ def shifted_rows(head: EagleHead, features: int = 0, tokens: int = 0, positions:
 def _features(drafter: Any, name: str) -> Iterator[Trial]:
     """Yield trials in which a drafter's method returns the states [B, T, d] of other places."""
     made = getattr(drafter, name)
-    for by in (-1, 1):
+    for by, place in _PLACES.items():
         rolled = partial(lambda by, *args, **kwargs: made(*args, **kwargs).roll(-by, 1), by)
-        words = f"features of {_PLACES[by]}"
-        yield Trial("feature shift", words, partial(replaced, (drafter, {name: rolled})), shows_answer=by > 0)
+        holds = partial(replaced, (drafter, {name: rolled}))
+        yield Trial("feature shift", f"features of {place}", holds, shows_answer=by > 0)
 
 
 def _of_eagle(head: EagleHead) -> Iterator[Trial]:
     yield from _features(head, "fuse")
-    for by in (-1, 1):
-        holds = partial(shifted_rows, head, tokens=by)
-        yield Trial("token shift", f"tokens of {_PLACES[by]}", holds, shows_answer=by > 0)
+    for by, place in _PLACES.items():
+        yield Trial("token shift", f"tokens of {place}", partial(shifted_rows, head, tokens=by), shows_answer=by > 0)
         if head.config.mask_token_id is None:
             where = f"positions of drafted rows {'one less' if by < 0 else 'one more'}"
             yield Trial("positions", where, partial(shifted_rows, head, positions=by))
@@ -282,10 +256,7 @@ def _exchanged(*maps: nn.Module) -> Any:
 
 
 def _layers(config: Any, name: str, now: list[int], last: int, more: Sequence[list[int]] = ()) -> Iterator[Trial]:
-    """Yield other hidden states than those that a drafter reads, and the same ones in another order.
-
-    Where they ascend in the config, another order is as well one of the blocks of `fc`.
-    """
+    """Yield other hidden states than a drafter reads, and these in another order, which the blocks of `fc` may have."""
     found = [*more, *([index + by for index in now] for by in (-1, 1))]
     found += [[*now[:i], now[i] + by, *now[i + 1 :]] for i in range(len(now)) for by in (-1, 1)]
     for layers in dict.fromkeys(map(tuple, [*found, *_orders(now)])):
@@ -330,8 +301,7 @@ def _orders(now: list[int]) -> list[list[int]]:
 def _ordered(owners: Sequence[tuple[nn.Module, str]], order: Sequence[int]) -> Any:
     def changed(module: nn.Module, name: str) -> Any:
         if name == "_modules":
-            parts = [*module.children()]
-            return {str(index): parts[at] for index, at in enumerate(order)}
+            return {str(index): [*module.children()][at] for index, at in enumerate(order)}
         return getattr(module, name).detach().unflatten(0, (len(order), -1))[order].flatten(0, 1)
 
     return replaced(*((module, {name: changed(module, name)}) for module, name in owners))
@@ -355,9 +325,9 @@ def _fields(drafter: nn.Module) -> Iterator[Trial]:
     """Yield values of the backbone's config, and those of none, for fields that shape a drafter's layers."""
     text = untyped(drafter).backbone.config.get_text_config()
     theirs = layer_fields(text, {}) | {"hidden_act": field(text, "hidden_act", "hidden_activation")}
-    for name, (check, changed) in _CHANGED.items():
-        for value in [theirs[name]] + [_DEFAULTS[name]] * (theirs[name] != _DEFAULTS[name]):
-            if value is not None and (values := changed(drafter, value)):
+    for check, (name, usual) in _DEFAULTS.items():
+        for value in [theirs[name]] + [usual] * (theirs[name] != usual):
+            if value is not None and (values := _changed(drafter, name, value)):
                 yield Trial(check, f"{name}={value}", partial(replaced, *values), is_theirs=value == theirs[name])
     size = theirs["head_dim"]
     if isinstance(drafter, EagleHead) and not drafter.config.qk_norm and size % 2 == 0:
@@ -372,29 +342,19 @@ def _parts(drafter: nn.Module, name: str) -> list[Any]:
     return [each for each in drafter.modules() if hasattr(each, name)]
 
 
-def _with_rope(drafter: nn.Module, rope: Kwargs) -> list[tuple[object, Kwargs]]:
-    parts = [each for each in _parts(drafter, "inv_freq") if field(each.config, "rope_parameters") != rope]
-    return [(each, {"forward": _turned(each, rope_parameters=dict(rope))}) for each in parts]
-
-
-def _with_epsilon(drafter: nn.Module, epsilon: float) -> list[tuple[object, Kwargs]]:
+def _changed(drafter: nn.Module, name: str, value: Any) -> list[tuple[object, Kwargs]]:
+    """Return what to replace in a drafter for the value of a field; nothing where it has that value."""
+    if name == "rope_parameters":
+        parts = [each for each in _parts(drafter, "inv_freq") if field(each.config, name) != value]
+        return [(each, {"forward": _turned(each, rope_parameters=dict(value))}) for each in parts]
+    if name == "hidden_act":
+        parts = [each for each in _parts(drafter, "act_fn") if type(each.act_fn) is not type(ACT2FN[value])]
+        return [(each, {"act_fn": ACT2FN[value]}) for each in parts]
     parts = _parts(drafter, "variance_epsilon")
-    parts = [each for each in parts if not isclose(each.variance_epsilon, epsilon, rel_tol=1e-3)]
-    values = [(each, {"variance_epsilon": epsilon}) for each in parts]
-    return values and [*values, (drafter.config, {"rms_norm_eps": epsilon})]
-
-
-def _with_activation(drafter: nn.Module, name: str) -> list[tuple[object, Kwargs]]:
-    parts = [each for each in _parts(drafter, "act_fn") if type(each.act_fn) is not type(ACT2FN[name])]
-    return [(each, {"act_fn": ACT2FN[name]}) for each in parts]
-
-
-_CHANGED: dict[str, tuple[str, Callable[[nn.Module, Any], list[tuple[object, Kwargs]]]]] = {
-    "rope_parameters": ("rope", _with_rope),
-    "rms_norm_eps": ("norms", _with_epsilon),
-    "hidden_act": ("activation", _with_activation),
-}
-"""By field, the check, and what to replace in a drafter for a value; nothing where it has that value."""
+    values = [
+        (each, {"variance_epsilon": value}) for each in parts if not isclose(each.variance_epsilon, value, rel_tol=1e-3)
+    ]
+    return values and [*values, (drafter.config, {name: value})]
 
 
 def _turned(module: Any, **fields: Any) -> Callable[..., Any]:

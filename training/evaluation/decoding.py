@@ -1,27 +1,28 @@
 """One call of `generate`: ways of decoding, methods, and what a call took and wrote."""
 
-from __future__ import annotations
-
+# no `from __future__ import annotations`: @strict checks field types only where annotations are real types
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import torch
+from huggingface_hub.dataclasses import strict
 
 from ...configuration.cache_names import cache_of
 from ...configuration.ptp import SAMPLING
 from ...generation.call.options import first_set
 from ...generation.tensors.wrapped_models import Kwargs
+from ..results import Number
 from ..utils import eos_ids, until_end
 from .drafts import has_probs, usual_drafts
 from .expected import GREEDY_RULE, SAMPLED
 
-REPEATED_GRAM = 16
-"""Ids of a passage that counts as repeated if it occurs in a sequence twice."""
 _FREE = ("verification", "num_assistant_tokens", "assistant_model", "use_mtp")
 """Options that do not change the output."""
 _CHANGES = {"repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -46,16 +47,8 @@ class DecodingMode:
         """Temperature of the samples; 0 for greedy decoding."""
         return float(self.options.get("temperature", 1.0)) if self.is_sampled else 0.0
 
-    @property
-    def rule(self) -> str | None:
-        """How drafts are verified, where expected calls along an output can be computed; None elsewhere."""
-        rule = self.options.get("verification", SAMPLED[0]) if self.is_sampled else GREEDY_RULE[0]
-        rest = {name: value for name, value in self.options.items() if name not in _FREE}
-        plain = sampled(self.temperature) if self.is_sampled else GREEDY
-        return rule if rest == plain.options and rule in (*SAMPLED, *GREEDY_RULE) else None
-
     @classmethod
-    def named(cls, words: str) -> DecodingMode:
+    def named(cls, words: str) -> Self:
         """Return `"greedy"`, or the samples of `"T=0.7"`.
 
         Raises:
@@ -64,7 +57,8 @@ class DecodingMode:
         match = re.fullmatch(r"T=(\d+(?:\.\d+)?)", words)
         if words != "greedy" and (match is None or float(match[1]) == 0):
             raise ValueError(f"decoding={words!r} must be 'greedy', or a temperature above 0 such as 'T=0.7'")
-        return sampled(float(match[1])) if match else GREEDY
+        mode = sampled(float(match[1])) if match else GREEDY
+        return cls(mode.name, mode.options)
 
 
 def sampled(temperature: float) -> DecodingMode:
@@ -101,48 +95,42 @@ class Method:
 
     def expectation(self, mode: DecodingMode) -> tuple[str, int] | None:
         """Return the rule and the draft length of expected calls along an output; None where they are unknown."""
-        config = self.model.generation_config
-        rule = DecodingMode(mode.name, mode.options | self.options).rule
-        if rule is None or config.to_diff_dict().keys() & _CHANGES or not has_probs(self.drafter):
+        config, options = self.model.generation_config, self.options | mode.options
+        plain, (rule, *others) = (sampled(mode.temperature), SAMPLED) if mode.is_sampled else (GREEDY, GREEDY_RULE)
+        rule = options.get("verification", rule) if others else rule
+        is_changed = {name: value for name, value in options.items() if name not in _FREE} != plain.options
+        is_changed |= bool(config.to_diff_dict().keys() & _CHANGES)
+        if is_changed or rule not in (*SAMPLED, *GREEDY_RULE) or not has_probs(self.drafter):
             return None
         length = first_set("num_assistant_tokens", (self.options, config))
         bound = self.drafter.longest_draft()
         return rule, usual_drafts(self.drafter) if length is None else min(length, bound or length)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a method took, and wrote after the prompts of one call of `generate`.
+@strict
+@dataclass(kw_only=True)
+class Row:
+    """What a method took, and wrote after the prompts of one call of `generate`; the first six are a bench's."""
 
-    Attributes:
-        ids: New ids of each sequence.
-        calls: Calls of the backbone that served each sequence, that of the prompt included.
-        forwards: Calls of the backbone in total.
-        seconds: Wall-clock seconds.
-        prompt_seconds: Those of the prompt's own call.
-        draft_seconds: Those of drafting; None where they were not measured.
-        processor_seconds: Of all threads.
-        cache_bytes: Of the cache at the end.
-        accepted: Accepted drafts of every verification of each sequence; empty where they were not counted.
-        drafted: Drafted tokens of each of them.
-        differences: Of greedy outputs: the difference from plain decoding's in each, None where they are equal.
-        expected: Expected calls along the outputs (`ExpectedCalls`), as lists.
-        error: Why there is no output.
-    """
-
-    ids: list[list[int]] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
-    forwards: int = 0
-    seconds: float = 0.0
-    prompt_seconds: float = 0.0
-    draft_seconds: float | None = None
-    processor_seconds: float = 0.0
-    cache_bytes: int = 0
-    accepted: list[list[int]] = field(default_factory=list)
-    drafted: list[list[int]] = field(default_factory=list)
-    differences: list[Kwargs | None] = field(default_factory=list)
-    expected: Kwargs | None = None
-    error: str | None = None
+    prompts: list[str] = field(default_factory=list)  # names of the group
+    category: str = ""  # of its prompts
+    turn: int = 0  # of the prompts, from 0
+    mode: str = ""
+    batch_size: int = 1
+    method: str = ""
+    ids: list[list[int]] = field(default_factory=list)  # new ids of each sequence
+    calls: list[int] = field(default_factory=list)  # of the backbone that served each, that of the prompt included
+    forwards: int = 0  # of the backbone
+    seconds: Number = 0.0  # wall-clock time
+    prompt_seconds: Number = 0.0  # of the prompt's own call
+    draft_seconds: Number | None = None  # of drafting; None where it was not measured
+    processor_seconds: Number = 0.0  # of all threads
+    cache_bytes: int = 0  # at the end
+    accepted: list[list[int]] = field(default_factory=list)  # drafts by sequence and verification; empty: not counted
+    drafted: list[list[int]] = field(default_factory=list)  # tokens of the same
+    differences: list[dict[str, Any] | None] = field(default_factory=list)  # from greedy plain outputs; None: equal
+    expected: dict[str, list[Any]] | None = None  # `ExpectedCalls` along the outputs, as lists
+    error: str | None = None  # why there is no output
 
     @property
     def new_tokens(self) -> int:
@@ -163,63 +151,55 @@ class Run:
 
 def decode(
     method: Method, batch: dict[str, torch.Tensor], mode: DecodingMode, new_tokens: int, seed: int | None = None
-) -> Run:
+) -> Row:
     """Return the output of a method after a batch of prompts, and its cost; `seed=None` keeps the generator's state."""
     if seed is not None:
         torch.manual_seed(seed)
-    with _Clock(method.model) as clock:
+    with _clock(method.model) as clock:
         output = method.generate(**batch, **mode.options, max_new_tokens=new_tokens)
     ends = eos_ids(method.model)
     ids = [until_end(new, ends) for new in output.sequences[:, batch["input_ids"].shape[1] :].tolist()]
-    speculation = getattr(output, "speculation", None)
-    longest = max(map(len, ids))
-    run = {
-        "ids": ids,
-        "forwards": clock.calls if speculation is None else speculation.backbone_calls,
-        "calls": [clock.calls if clock.calls < longest else len(each) for each in ids],
-        "seconds": clock.seconds,
-        "prompt_seconds": clock.prompt_seconds,
-        "processor_seconds": clock.processor_seconds,
-        "cache_bytes": cache_bytes(cache_of(output)),
-    }
-    if speculation is not None:
-        accepted, calls = speculation.rows_accepted, speculation.rows_calls
-        drafted = [list(map(len, drafts)) for drafts in speculation.rows_drafts]
-        run |= {"calls": calls, "accepted": accepted, "drafted": drafted, "draft_seconds": speculation.draft_seconds}
-    return Run(**run)
+    row = Row(
+        ids=ids,
+        forwards=clock.calls,
+        calls=[clock.calls if clock.calls < max(map(len, ids)) else len(each) for each in ids],
+        seconds=clock.seconds,
+        prompt_seconds=clock.prompt_seconds,
+        processor_seconds=clock.processor_seconds,
+        cache_bytes=cache_bytes(cache_of(output)),
+    )
+    if (counted := getattr(output, "speculation", None)) is not None:
+        row.forwards, row.calls = counted.backbone_calls, counted.rows_calls
+        row.accepted, row.draft_seconds = counted.rows_accepted, counted.draft_seconds
+        row.drafted = [list(map(len, drafts)) for drafts in counted.rows_drafts]
+    return row
 
 
-class _Clock:
-    """Takes the time of a call of `generate` and of its first forward, and counts forwards."""
+@contextmanager
+def _clock(model: Any) -> Iterator[SimpleNamespace]:
+    """Take the time of a call of `generate` and of its first forward, and count forwards."""
+    seen = SimpleNamespace(calls=0, began=0.0, prompt_seconds=0.0)
+    wait = torch.accelerator.synchronize if model.device.type != "cpu" else lambda: None
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.calls, self.prompt_seconds = model, 0, 0.0
-        self.wait: Callable[[], None] = torch.accelerator.synchronize if model.device.type != "cpu" else lambda: None
+    def begin(*_: object) -> None:
+        seen.calls += 1
+        if seen.calls == 1:
+            seen.began = time.perf_counter()
 
-    def __enter__(self) -> _Clock:
-        self.hooks = [
-            self.model.register_forward_pre_hook(self._begin, prepend=True),
-            self.model.register_forward_hook(self._end),
-        ]
-        self.wait()
-        self.started, self.processor = time.perf_counter(), time.process_time()
-        return self
+    def end(*_: object) -> None:
+        if seen.calls == 1:
+            wait()
+            seen.prompt_seconds = time.perf_counter() - seen.began
 
-    def _begin(self, *_: object) -> None:
-        self.calls += 1
-        if self.calls == 1:
-            self.forward_started = time.perf_counter()
-
-    def _end(self, *_: object) -> None:
-        if self.calls == 1:
-            self.wait()
-            self.prompt_seconds = time.perf_counter() - self.forward_started
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-        self.seconds = time.perf_counter() - self.started
-        self.processor_seconds = time.process_time() - self.processor
-        for hook in self.hooks:
+    hooks = model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)
+    try:
+        wait()
+        started, processor = time.perf_counter(), time.process_time()
+        yield seen
+        wait()
+        seen.seconds, seen.processor_seconds = time.perf_counter() - started, time.process_time() - processor
+    finally:
+        for hook in hooks:
             hook.remove()
 
 
@@ -251,7 +231,7 @@ def acceptance_by_position(accepted: Sequence[int], length: int) -> list[float]:
     return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, length + 1)]
 
 
-def repeated_share(ids: Sequence[int], gram: int = REPEATED_GRAM) -> float:
+def repeated_share(ids: Sequence[int], gram: int = 16) -> float:
     """Return the share of a sequence that repeated passages of `gram` ids and short loops cover.
 
     A loop is a passage of less than `gram` ids that is followed by itself, so often that it fills a passage, or all of

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
 from ...modeling.common.chunks import LOGITS_PER_CHUNK
-from ...modeling.common.outputs import DraftDistributions
 from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
 from .expected import GREEDY_RULE, SAMPLED, ExpectedCalls, acceptance_along
 
@@ -24,37 +23,19 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class DraftedProbs:
-    """Some positions of a batch, and the distributions of the tokens that are drafted after them.
+    """Some positions of a batch, and the distributions of the tokens that are drafted after them."""
 
-    Attributes:
-        rows: [N] int64, index of the sequence of each position.
-        columns: [N] int64, its index in the sequence.
-        draft: [N, m, v], log-probabilities of the drafter for drafts 1 to m, given the true tokens before each.
-        target: [N, m, v], the backbone's logits for the same tokens.
-        tokens: [N, m] int64, the tokens that follow.
-        scored: [N, m] bool, True where that token and all before it in the draft are targets.
-    """
-
-    rows: torch.Tensor
-    columns: torch.Tensor
-    draft: torch.Tensor
-    target: torch.Tensor
-    tokens: torch.Tensor
-    scored: torch.Tensor
-
-
-@runtime_checkable
-class HasDistributions(Protocol):
-    """A drafter whose drafts have distributions before they are drawn; PTP's slots have none without uniforms."""
-
-    def distributions(self, batch: Batch, length: int) -> DraftDistributions:
-        """Return the distributions of drafts of `length` tokens along a batch of sequences."""
-        ...
+    rows: torch.Tensor  # [N] int64, index of the sequence of each position
+    columns: torch.Tensor  # [N] int64, its index in the sequence
+    draft: torch.Tensor  # [N, m, v], log-probabilities of the drafter for drafts 1 to m, given the true tokens before
+    target: torch.Tensor  # [N, m, v], the backbone's logits for the same tokens
+    tokens: torch.Tensor  # [N, m] int64, the tokens that follow
+    scored: torch.Tensor  # [N, m] bool, True where that token and all before it in the draft are targets
 
 
 def has_probs(model: object) -> bool:
-    """Return whether `drafted_probs` supports a model."""
-    return isinstance(model, HasDistributions)
+    """Return whether a drafter's drafts have distributions before they are drawn; PTP's slots need uniforms first."""
+    return hasattr(model, "distributions")
 
 
 def usual_drafts(model: Any) -> int:
@@ -66,22 +47,11 @@ def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterat
     """Yield the distributions of all drafts along a batch of sequences, positions with small logits [N, m, V] at once.
 
     Args:
-        model: An `EvaByteForMTPC`, `MTPHeads`, `EagleHead` (attached) or `DeepSeekMTP`, not wrapped.
+        model: A drafter that `has_probs`, attached, not wrapped.
         batch: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
         length: m, tokens per draft; None: `usual_drafts`.
-
-    Raises:
-        TypeError: Another model.
     """
-    if not has_probs(model):
-        raise TypeError(
-            f"a {type(model).__name__} has no distributions of drafts before they are drawn; measure what it generates"
-        )
-    return _positions(model, batch, length or usual_drafts(model))
-
-
-def _positions(model: Any, batch: Batch, length: int) -> Iterator[DraftedProbs]:
-    ids = batch["input_ids"]
+    ids, length = batch["input_ids"], length or usual_drafts(model)
     targets = depth_targets(batch["labels"], length + 1, batch.get("attention_mask"), batch.get("position_ids"))
     scored = (targets != IGNORE).long().cumprod(-1).bool()[..., 1:]  # [B, L, m]
     if not scored.any():
@@ -109,41 +79,29 @@ TOP_K = (1, 5)
 
 @dataclass
 class DraftMeasures:
-    """Measures along sequences: sums by draft position (the j-th draft is j + 1 tokens ahead), and expected calls.
+    """Measures along sequences: sums by draft position (the j-th draft is j + 1 tokens ahead), and expected calls."""
 
-    Attributes:
-        temperature: Of the target and the drafter; 0: greedy.
-        length: m, tokens per draft; None: `usual_drafts`.
-        sums: By name, [m] float64: `loss` and `top_k` of the drafter, `backbone_loss` of its target.
-        counts: [m] float64, positions whose first j drafted tokens are all targets.
-        calls: By the rule of verification; sampled drafts have both rules.
-    """
-
-    temperature: float = 1.0
-    length: int | None = None
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    counts: torch.Tensor | None = None
-    calls: dict[str, ExpectedCalls] = field(default_factory=dict)
+    temperature: float = 1.0  # of the target and the drafter; 0: greedy
+    length: int | None = None  # m, tokens per draft; None: `usual_drafts`
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # [m] float64: `loss`, `top_k`, and `backbone_loss`
+    counts: torch.Tensor | None = None  # [m] float64, positions whose first j drafted tokens are all targets
+    calls: dict[str, ExpectedCalls] = field(default_factory=dict)  # by the rule of verification
 
     @torch.no_grad()
     def add(self, model: Any, batch: Batch) -> DraftMeasures:
         """Add a batch of sequences, in evaluation mode; arguments as for `drafted_probs`. Return the measures."""
-        rules, was_training = SAMPLED if self.temperature else GREEDY_RULE, model.training
-        positions = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
+        was_training, positions = model.training, torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
         accepted: dict[str, torch.Tensor] = {}
         model.eval()
-        try:
-            for probs in drafted_probs(model, batch, self.length):
-                self._add_positions(probs)
-                at = probs.rows.cpu(), probs.columns.cpu()
-                positions[at] = True
-                for rule in rules:
-                    drafted = probs.draft, probs.target, probs.tokens
-                    shares = acceptance_along(*drafted, self.temperature, rule).cpu()
-                    whole = accepted.setdefault(rule, shares.new_zeros(*positions.shape, shares.shape[-1]))
-                    whole[at] = shares
-        finally:
-            model.train(was_training)
+        for probs in drafted_probs(model, batch, self.length):
+            self._add_positions(probs)
+            at = probs.rows.cpu(), probs.columns.cpu()
+            positions[at] = True
+            for rule in SAMPLED if self.temperature else GREEDY_RULE:
+                shares = acceptance_along(probs.draft, probs.target, probs.tokens, self.temperature, rule).cpu()
+                whole = accepted.setdefault(rule, shares.new_zeros(*positions.shape, shares.shape[-1]))
+                whole[at] = shares
+        model.train(was_training)
         calls = {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()}
         self._merge(DraftMeasures(calls=calls))
         return self
@@ -192,14 +150,10 @@ def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]
 def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, temperature: float = 0.0) -> torch.Tensor:
     """Return accuracies by depth and rank, given the true tokens before (Medusa, arXiv 2401.10774, section 2.3.3).
 
-    `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`:
-
-        >>> choices = choices_from_accuracies(rank_accuracies(heads, batches), num_nodes=24)
-        >>> out = backbone.generate(**inputs, assistant_model=heads, draft_tree=choices)
+    `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`.
 
     Args:
-        model: A drafter, see `drafted_probs`; outputs of its backbone measure future drafts.
-        batches: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
+        model, batches: See `drafted_probs`; outputs of the backbone measure future drafts.
         ranks: R, proposals per depth; at most the size of the vocabulary.
         temperature: Temperature of the target. 0: whether its likeliest token is proposed. Else: the probability that
             it draws the proposal, which is that of accepting it in a tree of fixed shape.
@@ -208,10 +162,8 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
         [m, R] float64, m depths; the first drafted token is two tokens ahead.
 
     Raises:
-        ValueError: No position of the batches is a target, or a negative temperature.
+        ValueError: No position of the batches is a target.
     """
-    if not temperature >= 0:
-        raise ValueError(f"temperature={temperature} must be at least 0")
     was_training = model.training
     model.eval()
     hits, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

@@ -71,25 +71,17 @@ def ratio_of_sums(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class ExpectedCalls:
-    """Expected calls of decoding.
+    """Expected calls of decoding along N sequences."""
 
-    Attributes:
-        tokens: [N], tokens of each sequence after its first: T.
-        calls: [N] float64, expected verifications of each sequence.
-        accepted: [N, m] float64, how many of them are expected to accept at least 1 .. m drafts.
-    """
-
-    tokens: torch.Tensor
-    calls: torch.Tensor
-    accepted: torch.Tensor
+    tokens: torch.Tensor  # [N], tokens of each sequence after its first: T
+    calls: torch.Tensor  # [N] float64, expected verifications of each sequence
+    accepted: torch.Tensor  # [N, m] float64, how many of them are expected to accept at least 1 .. m drafts
 
     @classmethod
     def along(cls, accepted: torch.Tensor, positions: torch.Tensor) -> ExpectedCalls:
         """Return the expected calls of the sequences of a batch; those without a position are left out.
 
-        Args:
-            accepted: [B, L, m], m_k of the drafts after each position; beyond the end of a sequence it is not read.
-            positions: [B, L] bool, see `cycle_starts`.
+        `accepted` [B, L, m]: m_k of the drafts after each position, `positions` [B, L] bool, see `cycle_starts`.
         """
         accepted, positions = accepted.cpu(), positions.cpu()
         is_left = positions[..., None] & tokens_ahead(positions, accepted.shape[-1], False).cumprod(-1).bool()

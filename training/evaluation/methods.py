@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...generation.assistant.drafter import AssistantDrafter
-from ...generation.attach import AttachableDrafter, MTPGenerationMixin
+from ...generation.attach import MTPGenerationMixin
 from ...generation.lookups.cascade import DrafterCascade
 from ...generation.lookups.lookahead import LookaheadDrafter
 from ...generation.lookups.ngram import NgramDrafter
@@ -28,8 +28,31 @@ from ..utils import one_line
 from .bench import PLAIN
 from .decoding import Method
 
+_ALONE = ("auto", "heads", "eagle", "block", "student")
+"""Kinds whose figures are those of the drafter in their source."""
+_WITH_SOURCE = (*_ALONE, "assistant", "cascade", "transformers:assistant")
 _IGNORE = "ignore_fields"
+_KINDS: dict[str, tuple[str, ...]] = {
+    "own": (),
+    "ngram": (),
+    "suffix": (),
+    "recycling": (),
+    "lookahead": ("window", "ngram_size", "candidates"),
+    "assistant": (),
+    "auto": (_IGNORE,),
+    "heads": (_IGNORE,),
+    "eagle": (_IGNORE, "aux_layers"),
+    "block": (_IGNORE, "feature_layers", "sample_from_anchor", "block_size"),
+    "student": (_IGNORE,),
+    "cascade": (_IGNORE, "least", "joins"),
+    "transformers:prompt_lookup": (),
+    "transformers:assistant": (),
+    "transformers:use_mtp": (),
+}
+"""By kind, options of the drafter, and not of `generate`."""
 _SPEC = re.compile(r"(?:(?P<name>[^=:?]+)=)?(?P<kind>(?:transformers:)?\w+)(?::(?P<source>[^?]+))?(?:\?(?P<query>.*))?")
+_UNFIT = (ValueError, TypeError, OSError, RuntimeError, NotImplementedError, StrictDataclassError)
+"""What says that a drafter does not fit, or is damaged."""
 
 
 def plain_method(model: Any) -> Method:
@@ -45,79 +68,64 @@ def drafting_method(name: str, model: Any, drafter: Any = None, **options: Any) 
 
 
 def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Method], dict[str, str]]:
-    """Return plain decoding and the requested methods, and why others do not fit.
+    """Return plain decoding and the requested methods of a backbone, and why others do not fit.
 
-    Args:
-        specs: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
-            that drafts for itself), `ngram`, `suffix[:SOURCE]`, `recycling`, `lookahead`, `assistant:SOURCE`,
-            `heads:SOURCE`, `eagle:SOURCE`, `block:SOURCE`, `student:SOURCE`, `auto:SOURCE` (any of these, in any
-            layout), `cascade:SOURCE` (suffixes, and such heads where these are not sure), `transformers:prompt_lookup`,
-            `transformers:assistant:SOURCE`, `transformers:use_mtp`.
-        model: The backbone; drafters are attached to it.
+    `specs` are `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
+    that drafts for itself), `auto:SOURCE` (any trained drafter, in any layout), `cascade:SOURCE` (suffixes, and such a
+    drafter where these are not sure), and the others of `_KINDS`.
 
     Raises:
         ValueError: No kind of method, or two of one name.
     """
-    methods, refused = [plain_method(model)], {}
-    marks: dict[str, str] = {}
+    methods, refused = [plain_method(model)], dict[str, str]()
     for spec in specs:
         if spec == PLAIN:
             continue
-        name, kind, source, options = _parsed(spec)
+        name, kind, source, options = _parsed(spec, "--methods")
         if name in refused or any(name == method.name for method in methods):
             raise ValueError(f"--methods {spec}: there are two of the name {name!r}; write NAME={spec}")
         try:
-            method = _method(name, kind, model, source, options)
+            method = _method(name, kind, source, options, model, "--methods")
             whole = model.name_or_path if kind == "own" and not carries_adapters(model) else ""
-            if measured := source if kind in _ALONE else whole:
-                marks[measured] = marks.get(measured) or source_mark(measured)
-            methods.append(replace(method, source=marks.get(measured or "")))
+            measured = source if kind in _ALONE else whole
+            methods.append(replace(method, source=source_mark(measured) if measured else None))
         except _UNFIT as error:
             refused[name] = one_line(error)
     return methods, refused
 
 
 def named_method(spec: str, model: PreTrainedModel) -> Method:
-    """Return one requested method, of those that draft with this library; see `methods_of`.
-
-    Args:
-        spec: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`.
-        model: The backbone; the drafter is attached to it.
+    """Return one requested method, of those that draft with this library, for a backbone; see `methods_of`.
 
     Raises:
         ValueError: No kind of drafter, or one that does not fit.
         OSError: What neither a directory nor the Hub gives.
     """
-    of_any = spec.startswith("auto:")  # `--heads SOURCE` is short for it
-    option, named = ("--heads", spec.removeprefix("auto:")) if of_any else ("--drafter", spec)
+    # `--heads SOURCE` is short for `auto:SOURCE`
+    option, named = ("--heads", spec.removeprefix("auto:")) if spec.startswith("auto:") else ("--drafter", spec)
     source = ""
     try:
-        name, kind, source, options = (PLAIN, PLAIN, "", {}) if spec == PLAIN else _parsed(spec)
-        if kind in _ALONE:  # nobody else uses the backbone
-            options["shared"] = False
-        method = plain_method(model) if kind == PLAIN else _method(name, kind, model, source, options)
+        name, kind, source, options = _parsed(spec, option)
+        if ":" in kind:
+            raise ValueError("its drafts cannot be watched")
+        return _method(name, kind, source, options, model, option, shared=False)
     except _UNFIT as error:
-        words = one_line(error).replace(f"--methods {spec}", f"{option} {named}").replace("--methods", option)
-        words = re.sub(rf"^{re.escape(source)}(?=:? )", lambda _: f"{option} {named}", words)  # the path once
-        words = words if words.startswith("--") else f"{option} {named}: {words}"
+        words = one_line(error).removeprefix(f"{source}: ")
+        words = words if words.startswith(option) else f"{option} {named}: {words}"
         raise (OSError if isinstance(error, OSError) else ValueError)(words) from error
-    if method.drafter is None:
-        raise ValueError(f"{option} {named}: its drafts cannot be watched")
-    return method
 
 
-def _parsed(spec: str) -> tuple[str, str, str, Kwargs]:
+def _parsed(spec: str, option: str) -> tuple[str, str, str, Kwargs]:
     match = _SPEC.fullmatch(spec)
     kind = "" if match is None else match["kind"]
-    if match is not None and kind in _KINDS and (kind == "suffix" or bool(match["source"]) == (kind in _WITH_SOURCE)):
-        options = {
-            key: _value(text) for key, text in parse_qsl(match["query"] or "", strict_parsing=bool(match["query"]))
-        }
-        source = match["source"] or ""
-        usual = ":".join(word for word in (kind, Path(source).name) if word)
-        return match["name"] or (f"{usual}?{match['query']}" if options else usual), kind, source, options
-    kinds = ", ".join(f"{each}:SOURCE" if each in _WITH_SOURCE else each for each in ("plain", *_KINDS))
-    raise ValueError(f"--methods {spec}: choose of {kinds}")
+    if match is None or kind not in _KINDS or (kind != "suffix" and bool(match["source"]) != (kind in _WITH_SOURCE)):
+        kinds = ", ".join(f"{each}:SOURCE" if each in _WITH_SOURCE else each for each in (PLAIN, *_KINDS))
+        raise ValueError(f"{option} {spec}: choose of {kinds}")
+    pairs = parse_qsl(match["query"], strict_parsing=True) if match["query"] else []
+    source = match["source"] or ""
+    usual = ":".join(word for word in (kind, Path(source).name) if word)
+    name = match["name"] or (f"{usual}?{match['query']}" if pairs else usual)
+    return name, kind, source, {key: _value(text) for key, text in pairs}
 
 
 def _value(text: str) -> Any:
@@ -127,79 +135,41 @@ def _value(text: str) -> Any:
         return text
 
 
-def _method(name: str, kind: str, model: Any, source: str, options: Kwargs) -> Method:
+def _method(name: str, kind: str, source: str, options: Kwargs, model: Any, option: str, shared: bool = True) -> Method:
+    """Return a method; `option` names it in messages, and of a `shared` backbone others are measured, too."""
     drafts_itself = isinstance(model, MTPGenerationMixin)
-    if kind == "own":
-        if not drafts_itself:
-            raise ValueError(f"a {type(model).__name__} does not draft for itself")
-        return drafting_method(name, model, **{"use_mtp": True} | options)
-    if kind in _DRAFTERS:
-        return drafting_method(name, model, _DRAFTERS[kind](model, source, options), **options)
-    if kind == "transformers:use_mtp" and drafts_itself:
-        raise ValueError(f"{type(model).__name__} has no use_mtp of transformers'; measure its own drafts as 'own'")
-    if kind == "transformers:assistant":
-        check_index(source)
-        assistant = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
-        assistant.generation_config.update(**options)
-        options = {"assistant_model": assistant}
-    else:
-        options = _FOREIGN[kind] | options
-    return Method(name, model, options, is_foreign=True)
-
-
-def _trained(kind: str | None, *own: str) -> Callable[..., AttachableDrafter]:
-    """Return a maker of drafters of a kind; None: any. `own` are options of its loading, and not of `generate`."""
-
-    def load(model: PreTrainedModel, source: str, options: Kwargs) -> AttachableDrafter:
-        taken = {name: options.pop(name) for name in (*own, _IGNORE) if name in options}
-        return load_drafter(source, model, "--methods", kind, options.pop("shared", True), **taken)
-
-    return load
-
-
-def _suffix(model: PreTrainedModel, source: str, options: Kwargs) -> SuffixDrafter:
-    return (SuffixDrafter.from_pretrained(source) if source else SuffixDrafter()).attach(model)
-
-
-def _lookahead(model: PreTrainedModel, source: str, options: Kwargs) -> LookaheadDrafter:
-    own = {name: options.pop(name) for name in ("window", "ngram_size", "candidates") if name in options}
-    return LookaheadDrafter(**own).attach(model)
-
-
-def _cascade(model: PreTrainedModel, source: str, options: Kwargs) -> DrafterCascade:
-    own = {name: options.pop(name) for name in ("least", "joins") if name in options}
-    taken = {_IGNORE: options.pop(_IGNORE)} if _IGNORE in options else {}
-    last = load_drafter(source, model, "--methods", shared=True, **taken)
-    return DrafterCascade([SuffixDrafter(), last], **own).attach(model)
-
-
-def _assistant(model: PreTrainedModel, source: str, options: Kwargs) -> AssistantDrafter:
-    return AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device).attach(model)
-
-
-_UNFIT = (ValueError, TypeError, OSError, RuntimeError, NotImplementedError, StrictDataclassError)
-"""What says that a drafter does not fit, or is damaged."""
-_DRAFTERS: dict[str, Callable[..., Any]] = {
-    "ngram": lambda model, source, options: NgramDrafter(branches=options.pop("branches", 1)).attach(model),
-    "suffix": _suffix,
-    "recycling": lambda model, source, options: RecyclingDrafter().attach(model),
-    "lookahead": _lookahead,
-    "assistant": _assistant,
-    "auto": _trained(None),
-    "heads": _trained("heads"),
-    "eagle": _trained("eagle", "aux_layers"),
-    "block": _trained("block", "feature_layers", "sample_from_anchor", "block_size"),
-    "student": _trained("student"),
-    "cascade": _cascade,
-}
-"""By kind: from the backbone, a source and options of `generate` to an attached drafter of this library."""
-_FOREIGN = {
-    "transformers:prompt_lookup": {"prompt_lookup_num_tokens": 10},
-    "transformers:assistant": {},
-    "transformers:use_mtp": {"use_mtp": True},
-}
-"""Options with which transformers itself drafts."""
-_KINDS = ("own", *_DRAFTERS, *_FOREIGN)
-_ALONE = ("auto", "heads", "eagle", "block", "student")
-"""Kinds whose figures are those of the drafter in their source."""
-_WITH_SOURCE = ("assistant", "auto", "heads", "eagle", "block", "student", "cascade", "transformers:assistant")
+    own = {key: options.pop(key) for key in _KINDS[kind] if key in options}
+    match kind:
+        case "own":
+            if not drafts_itself:
+                raise ValueError(f"a {type(model).__name__} does not draft for itself")
+            return drafting_method(name, model, **{"use_mtp": True} | options)
+        case "transformers:use_mtp":
+            if drafts_itself:
+                raise ValueError(f"{type(model).__name__} has no use_mtp of transformers'; measure its drafts as 'own'")
+            return Method(name, model, {"use_mtp": True} | options, is_foreign=True)
+        case "transformers:prompt_lookup":
+            return Method(name, model, {"prompt_lookup_num_tokens": 10} | options, is_foreign=True)
+        case "transformers:assistant":
+            check_index(source)
+            assistant = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
+            assistant.generation_config.update(**options)
+            return Method(name, model, {"assistant_model": assistant}, is_foreign=True)
+        case "ngram":
+            drafter = NgramDrafter()
+        case "suffix":
+            drafter = SuffixDrafter.from_pretrained(source) if source else SuffixDrafter()
+        case "recycling":
+            drafter = RecyclingDrafter()
+        case "lookahead":
+            drafter = LookaheadDrafter(**own)
+        case "assistant":
+            drafter = AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device)
+        case "cascade":
+            taken = {_IGNORE: own.pop(_IGNORE)} if _IGNORE in own else {}
+            last = load_drafter(source, model, option, shared=True, **taken)
+            drafter = DrafterCascade([SuffixDrafter(), last], **own)
+        case _:
+            drafter = load_drafter(source, model, option, None if kind == "auto" else kind, shared, **own)
+            return drafting_method(name, model, drafter, **options)
+    return drafting_method(name, model, drafter.attach(model), **options)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,14 @@ _THINKING = "enable_thinking"
 
 @dataclass(frozen=True)
 class Prompt:
-    """The turns of a user; the answers between the turns are the model's own.
+    """The turns of a user; the answers between the turns are the model's own."""
 
-    Attributes:
-        name: The file's `question_id`, or the number of the line.
-        turns: The user's messages.
-        category: The file's, or `"prompts"`.
-        before: Messages before the first turn, such as that of the system.
-        references: Answers to the turns by which a model's are scored; None: the turn has none.
-        options: What chat templates read besides messages: `tools`, and `chat_template_kwargs` of the row.
-    """
-
-    name: str
-    turns: tuple[str, ...]
-    category: str = "prompts"
-    before: tuple[dict[str, Any], ...] = ()
-    references: tuple[str | None, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str  # the file's `question_id`, or the number of the line
+    turns: tuple[str, ...]  # the user's messages
+    category: str = "prompts"  # the file's
+    before: tuple[dict[str, Any], ...] = ()  # messages before the first turn, such as that of the system
+    references: tuple[str | None, ...] = ()  # answers to the turns by which a model's are scored; None: there is none
+    options: dict[str, Any] = field(default_factory=dict)  # what chat templates read besides messages, such as `tools`
 
 
 def read_prompts(
@@ -59,38 +51,29 @@ def read_prompts(
         FileNotFoundError: No such file, nor such a data set.
         ValueError: No prompt in it, or a row that is none; its number is named.
     """
-    rows, parse = _rows(str(source))
-    ignored = {*(ignore_columns or ())}
-    prompts, broken = [], []
+    rows, ignored = _rows(str(source)), {*(ignore_columns or ())}
+    prompts, broken = list[Prompt](), list[str]()
     for number, row in enumerate(rows, 1):
         try:
             if not isinstance(row, str) or row.strip():
-                prompts.append(_prompt(number, parse(row), ignored))
-        except ValueError as error:
+                is_json = isinstance(row, str) and str(source).endswith(".jsonl")
+                prompts.append(_prompt(number, json.loads(row) if is_json else row, ignored))
+        except ValueError as error:  # of json's, too
             broken.append(f"line {number}: {error}")
     if broken and not skip_broken:
         raise ValueError(f"{source}, {broken[0]}")
-    names = [prompt.name for prompt in prompts]
-    if double := sorted({name for name in names if names.count(name) > 1}):
+    names = Counter(prompt.name for prompt in prompts)
+    if double := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"{source}: question_id {double[0]} occurs twice; number the lines apart")
     if not prompts:
         raise ValueError(f"{source}: no prompt in it; write one per line")
     return prompts, broken
 
 
-def _rows(source: str) -> tuple[Iterable[Any], Callable[[Any], Any]]:
-    """Return the rows of a source, and what makes a value of one: text, or an object of columns."""
-    path = Path(source)
-    if not path.is_file():
-        return _rows_of_data_set(source), dict
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 ({error}): convert it") from error
-    return lines, _of_json if path.suffix == ".jsonl" else str
-
-
-def _rows_of_data_set(source: str) -> Iterable[Any]:
+def _rows(source: str) -> Iterable[Any]:
+    """Return the lines of a file, or the objects of a data set."""
+    if (path := Path(source)).is_file():
+        return path.read_text(encoding="utf-8").split("\n")
     name, *config, split = source.split(":") if source.count(":") in (1, 2) else (source, "")
     if not split:
         raise FileNotFoundError(f"{source}: no such file of prompts; of a data set, name the split, too: NAME:SPLIT")
@@ -98,16 +81,9 @@ def _rows_of_data_set(source: str) -> Iterable[Any]:
         from datasets import load_dataset
         from datasets.exceptions import DatasetNotFoundError
     try:
-        return load_dataset(name, *config, split=split)
+        return map(dict, load_dataset(name, *config, split=split))
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(f"{source}: no such file of prompts, nor a data set {name}: {error}") from error
-
-
-def _of_json(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error})") from error
 
 
 def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
@@ -115,34 +91,26 @@ def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
     # None are columns of a data set that others fill
     entry = {name: each for name, each in entry.items() if each is not None and name not in ignored}
     check_columns(entry, PROMPTS, "a prompt")
+    before, turns = tuple[dict[str, Any], ...](), entry.get("turns")
     messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
-    before: tuple[dict[str, Any], ...] = ()
-    turns: list[Any] = []
     if messages is not None:
-        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-        if "user" in roles:
-            last = len(roles) - 1 - roles[::-1].index("user")
-            turns, before = [messages[last].get("content")], tuple(messages[:last])
-    elif "turns" in entry:
-        turns = entry["turns"] if isinstance(entry["turns"], list) else []
-    else:
+        users = [at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"]
+        before = tuple(messages[: users[-1]]) if users else ()
+        turns = [messages[users[-1]].get("content")] if users else []
+    elif turns is None:
         turns = [next((entry[name] for name in ("question", "prompt", "text") if name in entry), None)]
-    if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError('neither a string nor an object with "turns", "question", "messages" or "prompt"')
-    name, category = entry.get("question_id", number), entry.get("category")
     said = next((entry[name] for name in ("reference", "answer") if name in entry), [])
     references = tuple(each if isinstance(each, str) else None for each in ([said] if isinstance(said, str) else said))
-    options = template_options(entry)
-    return Prompt(str(name), tuple(turns), str(category) if category else "prompts", before, references, options)
+    name, category = str(entry.get("question_id", number)), str(entry.get("category") or "prompts")
+    return Prompt(name, tuple(turns), category, before, references, template_options(entry))
 
 
 def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:
     """Return the prompts that are decoded together; categories take turns, and a group has one where it is possible.
 
-    Args:
-        prompts: In the order of their file.
-        batch_size: Prompts of a group; what is left over is left out, unless it is all there is.
-        per_category: Prompts to take of each category; None: all.
+    What is left over of a batch size is left out, unless it is all there is. `per_category=None` takes all.
     """
     categories = dict.fromkeys(prompt.category for prompt in prompts)
     chosen = [[prompt for prompt in prompts if prompt.category == each][:per_category] for each in categories]
@@ -155,22 +123,11 @@ def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | No
     return [column[i] for i in range(longest) for column in whole if i < len(column)] + mixed
 
 
-def category_of(group: Sequence[Prompt]) -> str:
-    """Return the category of a group, or `"mixed"`."""
-    categories = {prompt.category for prompt in group}
-    return categories.pop() if len(categories) == 1 else "mixed"
-
-
-def without_thinking(is_off: bool) -> dict[str, Any]:
-    """Return the option of chat templates that turns thinking off; templates that know none ignore it."""
-    return {_THINKING: False} if is_off else {}
-
-
 @dataclass(frozen=True)
 class PromptEncoder:
     """Makes ids of dialogues, by the tokenizer's chat template if `chats` and it has one; else turns are joined.
 
-    Unless `thinks`, the template is told so (`without_thinking`).
+    Unless `thinks`, the template gets `enable_thinking=False`; templates that know no such option ignore it.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -219,7 +176,7 @@ class PromptEncoder:
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
         chat = [*prompt.before, *messages]
-        options = prompt.options | without_thinking(not self.thinks)
+        options: dict[str, Any] = prompt.options | ({} if self.thinks else {_THINKING: False})
         return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
 
     def warn_of_thinking(self, drafters: Iterable[object]) -> None:

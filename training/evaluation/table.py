@@ -1,16 +1,12 @@
-"""The tables of a bench, one per way of decoding and batch size with a row per method, and the recommended drafts.
-
-A recommendation weighs the cost of a block by its length on this machine against the drafts accepted by position.
-"""
+"""The tables of a bench, one per way of decoding and batch size with a row per method, and the recommended drafts."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -19,13 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ...configuration.cache_names import CACHE, cache_of
-from ..results import DecodingResult, MeasuredResults
+from ..results import DecodingResult, MeasuredResults, Number
 from ..utils import escaped
 from .bench import CONTROL, PLAIN
-from .quality import BLEU, EXACT
+from .summary import BLEU, EXACT
 
-_CONTEXT = 200
-_REPEATS = 7
+_CONTEXT, _REPEATS = 200, 7  # tokens before the blocks that are timed, and how often
 _Cell = Callable[[DecodingResult], str | Text]
 
 
@@ -51,14 +46,13 @@ def _table(title: str, rows: list[DecodingResult], unit: str, columns: dict[str,
     return table
 
 
-def _number(value: float | None, form: str = ".2f") -> str:
+def _number(value: Number | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
-def _per_call(row: DecodingResult) -> str | Text:
-    if row.only_loops:
-        return Text("loops", "bold yellow")
-    return _number(row.tokens_per_verification or row.tokens_per_call)
+def _claimed(cell: _Cell) -> _Cell:
+    """Return a cell of drafts or speed, which says why it claims nothing."""
+    return lambda row: Text("loops", "bold yellow") if row.only_loops else cell(row)
 
 
 def _expected(row: DecodingResult) -> str:
@@ -67,8 +61,6 @@ def _expected(row: DecodingResult) -> str:
 
 
 def _speed(row: DecodingResult) -> str | Text:
-    if row.only_loops:
-        return Text("loops", "bold yellow")
     if row.is_unstable:
         return Text("unstable", "bold yellow")
     if not row.speed_ups:
@@ -85,15 +77,17 @@ def _same(row: DecodingResult) -> str | Text:
     words = f"{row.texts - row.differing}/{row.texts}"
     if not row.differing:
         return Text(words, "green")
-    if row.is_lossless:
-        return f"{words} + {row.near_ties} ties"
-    return Text(f"{words} NOT LOSSLESS", "bold red")
+    return f"{words} + {row.near_ties} ties" if row.is_lossless else Text(f"{words} NOT LOSSLESS", "bold red")
+
+
+def _macro(row: DecodingResult) -> Number | None:
+    return fmean(row.category_speed_ups.values()) if row.category_speed_ups else None
 
 
 _COLUMNS: dict[str, _Cell] = {
-    "UNIT\nper call": _per_call,
+    "UNIT\nper call": _claimed(lambda row: _number(row.tokens_per_verification or row.tokens_per_call)),
     "expected\n(draft)": _expected,
-    "speed-up\n(quartiles)": _speed,
+    "speed-up\n(quartiles)": _claimed(_speed),
     "ms per\ncall": lambda row: _number(row.call_ms, ".1f"),
     "left\nout": lambda row: _number(row.looping_share, ".0%"),
     "same texts": _same,
@@ -105,7 +99,7 @@ _QUALITY: dict[str, _Cell] = {
 _DETAILS: dict[str, _Cell] = {
     "whole\ncalls": lambda row: _number(row.whole_speed_ups[1]) if row.claims_speed and row.whole_speed_ups else "",
     "micro": lambda row: _number(row.micro_speed_up) if row.claims_speed else "",
-    "macro": lambda row: _number(row.macro_speed_up) if row.claims_speed else "",
+    "macro": lambda row: _number(_macro(row)) if row.claims_speed else "",
     "ms of\ndrafts": lambda row: _number(row.draft_ms, ".1f"),
     "ms of\nprompt": lambda row: _number(row.prompt_ms, ".0f"),
     "re-\npeat": lambda row: _number(row.repeated_share, ".0%"),
@@ -143,7 +137,7 @@ def block_costs(model: Any, lengths: Sequence[int], batch_size: int = 1) -> dict
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.arange(_CONTEXT + max(lengths), device=model.device).remainder(vocab_size).expand(batch_size, -1)
     start = cache_of(model(ids[:, :_CONTEXT], use_cache=True))
-    times: dict[int, list[float]] = {length: [] for length in (1, *lengths)}
+    times: dict[int, list[float]] = {length: [] for length in lengths}
     for number in range(1 + _REPEATS):  # the first time sets things up
         for length, seconds in times.items():
             cache, block = copy.deepcopy(start), ids[:, _CONTEXT : _CONTEXT + length]
@@ -154,31 +148,18 @@ def block_costs(model: Any, lengths: Sequence[int], batch_size: int = 1) -> dict
     return {length: median(seconds) / median(times[1]) for length, seconds in times.items()}
 
 
-@dataclass(frozen=True)
-class Advice:
-    """Expected tokens of a verification and speed-up of a method with drafts of a length, beside the measured one."""
+def best_length(row: DecodingResult, plain_ms: Number, costs: dict[int, float]) -> tuple[float, int, float]:
+    """Return the expected speed-up, the length and the tokens per call of the drafts of a method that pay most.
 
-    method: str
-    length: int
-    tokens_per_call: float
-    speed_up: float
-    measured: float
-
-
-def advice_of(row: DecodingResult, plain_ms: float, costs: dict[int, float]) -> Advice | None:
-    """Return the best length of drafts for a method; None where its drafts were not counted.
-
-    A draft of k tokens is expected to yield 1 + the shares accepted up to k, for a block of k + 1 tokens and k parts of
-    the time that its drafts took.
+    A draft of k tokens is expected to yield 1 + the shares accepted up to k, for a block of k + 1 tokens, whose cost is
+    that of one token times `costs`, and k parts of the time that its drafts took.
     """
-    if not row.draft_length or not row.accepted_by_position or not row.claims_speed:
-        return None
-    advice = []
-    for length in range(1, row.draft_length + 1):
+    longest, found = row.draft_length or 0, []
+    for length in range(1, longest + 1):
         tokens = 1 + sum(row.accepted_by_position[:length])
-        cost = costs[length + 1] + (row.draft_ms or 0.0) / plain_ms * length / row.draft_length
-        advice.append(Advice(str(row.method), length, tokens, tokens / cost, row.speed_up))
-    return max(advice, key=lambda each: each.speed_up)
+        cost = costs[length + 1] + (row.draft_ms or 0.0) / plain_ms * length / longest
+        found.append((tokens / cost, length, tokens))
+    return max(found)
 
 
 def recommendation(model: Any, rows: Sequence[DecodingResult]) -> Iterator[str]:
@@ -190,16 +171,14 @@ def recommendation(model: Any, rows: Sequence[DecodingResult]) -> Iterator[str]:
         yield f"A block of so many tokens costs, over one token, at batch {batch_size}: {shown}."
         for mode in dict.fromkeys(row.decoding for row in rows):
             here = {row.method: row for row in rows if (row.decoding, row.batch_size) == (mode, batch_size)}
-            if PLAIN in here:
-                yield f"{mode}, batch {batch_size}: {_best(here, costs)}"
-
-
-def _best(rows: dict[str | None, DecodingResult], costs: dict[int, float]) -> str:
-    plain_ms = rows[PLAIN].call_ms or 1.0
-    advice = [advice_of(row, plain_ms, costs) for name, row in rows.items() if name not in (PLAIN, CONTROL)]
-    best = max((each for each in advice if each is not None), key=lambda each: each.speed_up, default=None)
-    if best is None:
-        return "nothing can be said: no drafts were counted, texts loop, or plain decoding is unstable."
-    words = f"{best.method} with num_assistant_tokens={best.length}: {best.tokens_per_call:.2f} per call"
-    words += f", {best.speed_up:.2f} x plain expected ({best.measured:.2f} x measured as it was)"
-    return f"take {words}." if best.speed_up > 1 else f"decode plainly; the best is {words}."
+            plain_ms = (here[PLAIN].call_ms if PLAIN in here else None) or 1.0
+            drafting = [row for name, row in here.items() if row.accepted_by_position and name not in (PLAIN, CONTROL)]
+            found = [(*best_length(row, plain_ms, costs), row) for row in drafting if row.claims_speed]
+            if not found:
+                yield f"{mode}, batch {batch_size}: nothing can be said: no drafts, loops, or no steady speed."
+                continue
+            speed_up, length, tokens, row = max(found, key=lambda each: each[0])
+            words = f"{row.method} with num_assistant_tokens={length}: {tokens:.2f} per call, {speed_up:.2f} x plain "
+            words += f"expected ({row.speed_up:.2f} x measured as it was)"
+            advice = f"take {words}" if speed_up > 1 else f"decode plainly; the best is {words}"
+            yield f"{mode}, batch {batch_size}: {advice}."

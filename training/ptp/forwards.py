@@ -22,7 +22,7 @@ from ...configuration.cache_names import CACHE, cache_of
 from ...configuration.ptp import PTPConfig
 from ...generation.tensors.masks import additive_mask
 from ...generation.tensors.sampling import interval, pick
-from ...generation.tensors.uniforms import beta_shares, uniform_between, uniform_for
+from ...generation.tensors.uniforms import beta_shares, uniform_between
 from ...modeling.common.chunks import rows_per_chunk
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
@@ -41,7 +41,7 @@ def at_columns(values: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """Logits that are computed when they are used, in chunks, so that a large vocabulary never takes memory at once.
+    """Logits that are computed when they are used, in chunks: a large vocabulary never takes memory at once.
 
     `states` [B, ..., D] are the input of the head, or the logits themselves where there is no head; `size` is v.
     """
@@ -52,15 +52,12 @@ class Scores:
 
     @classmethod
     def of_logits(cls, logits: Tensor) -> Scores:
-        """Return scores of logits that exist already."""
         return cls(logits, None, logits.shape[-1])
 
     def at(self, columns: Tensor) -> Scores:
-        """Return the scores at columns [B, ...] of scores [B, T]."""
         return Scores(at_columns(self.states, columns), self.head, self.size)
 
     def __getitem__(self, index: slice | tuple[slice | Tensor, ...]) -> Scores:
-        """Return the scores at an index that does not touch the last axis."""
         return Scores(self.states[index], self.head, self.size)
 
     def replaced(self, indices: Tensor, other: Scores) -> Scores:
@@ -71,7 +68,6 @@ class Scores:
         return Scores.of_logits(mine.index_copy(1, indices, others.to(mine.dtype)))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits [..., v] of some states."""
         return states if self.head is None else self.head(states)
 
     @torch.no_grad()
@@ -116,7 +112,10 @@ class Sequences:
         positions = inputs.get("position_ids")
         if positions is not None:
             positions = positions.expand_as(tokens)
-            documents = _documents_of(positions, documents > 0)
+            real = documents > 0
+            continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
+            begins = nn.functional.pad(~continues, (1, 0), value=True) & real
+            documents = begins.long().cumsum(1) * real
         labels = inputs.get("labels")
         scored = documents > 0
         return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), positions)
@@ -133,13 +132,6 @@ class Sequences:
         return self.scored & (self.documents == before)
 
 
-def _documents_of(positions: Tensor, real: Tensor) -> Tensor:
-    """Return the numbers of documents [B, T], 0 for padding; they begin after padding, or where positions jump."""
-    continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
-    begins = torch.nn.functional.pad(~continues, (1, 0), value=True) & real
-    return begins.long().cumsum(1) * real
-
-
 @dataclass(frozen=True)
 class Completions:
     """C completions of K tokens per sequence, and the intervals of uniforms that pick their tokens.
@@ -149,9 +141,7 @@ class Completions:
         tokens: [B, C, K] int64.
         known: [B, C, K] bool, tokens that exist.
         scored: [B, C, K] bool, tokens that may be targets.
-        low: [B, C, K] float64, and
-        high: the same, the interval of every token under the verified distribution; empty where the distribution
-            excludes it.
+        low: [B, C, K] float64, and `high`, the interval of every token under the verified distribution, or nothing.
         scores: [B, C, K], from which the verified distribution of each token is computed, if a loss needs it.
     """
 
@@ -164,21 +154,17 @@ class Completions:
     scores: Scores | None = None
 
     def place(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return uniforms [B, C, K] float32 that pick the tokens, by positions in the intervals, and which are valid.
+        """Return uniforms [B, C, K] float32 at these shares of the tokens' intervals, and which are valid.
 
-        None is valid from the first token on that does not exist or that no uniform picks: later uniforms would belong
-        to another sequence.
+        None is from the first token on that does not exist or that no uniform picks: later ones would belong to another
+        sequence.
         """
         u, valid = uniform_between(self.low, self.high, shares)
         return u, (valid & self.known).long().cumprod(-1).bool()
 
 
 def draw_starts(startable: Tensor, count: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the startable columns with the largest keys [B, T], without repetition.
-
-    Returns:
-        starts [B, min(count, T)] int64, and exists, bool: False if a sequence has no further column to start at.
-    """
+    """Return the startable columns of the largest keys, [B, min(count, T)], and which of them exist, bool."""
     keys = keys.masked_fill(~startable, -1.0)
     values, starts = keys.topk(min(count, startable.shape[1]), dim=1)
     exists = values >= 0
@@ -198,20 +184,11 @@ def completion_tokens(
 
 
 def token_intervals(scores: Scores, tokens: Tensor, read: Tensor, sampling: dict) -> tuple[Tensor, Tensor]:
-    """Return the intervals of tokens [B, ...] under the verified distribution: low and high [B, ...] float64.
-
-    They are computed where `read` [B, ...] bool, and 0 elsewhere. On an accelerator this waits once, for their number.
-    """
+    """Return low and high [B, ...] float64 of tokens in the verified distribution where `read`; 0 elsewhere."""
     rows = read.nonzero(as_tuple=True)
     found = scores[rows].mapped(lambda logits, own: interval(own, target_probs(logits, **sampling)), tokens[rows])
     low, high = (torch.zeros_like(tokens, dtype=torch.float64).index_put(rows, edge) for edge in found)
     return low, high
-
-
-def before_eos(tokens: Tensor, eos: list[int]) -> Tensor:
-    """Return which tokens [..., K] of a draft come no later than the first end-of-text token, [..., K] bool."""
-    ended = torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype)).long().cumsum(-1)
-    return torch.nn.functional.pad(ended[..., :-1], (1, 0)) == 0
 
 
 class RandomDraws:
@@ -240,17 +217,14 @@ class FixedDraws:
         self.order = (documents > 0).long().cumsum(1)
 
     def keys(self, documents: Tensor) -> Tensor:
-        """See `RandomDraws`."""
         return (self.order.double() * _GOLDEN).frac()
 
     def shares(self, starts: Tensor, length: int) -> Tensor:
-        """See `RandomDraws`."""
         steps = torch.arange(1, length + 1, device=starts.device)
         first = self.order.gather(1, starts).double()[..., None] * _GOLDEN
         return (first + steps * _SILVER).frac()
 
     def gaps(self, starts: Tensor, most: int) -> Tensor:
-        """See `RandomDraws`."""
         return 1 + self.order.gather(1, starts) % most
 
 
@@ -296,7 +270,7 @@ class PackedBatch:
         mask, positions = self._layout(inputs.uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
         result = self._run(None, mask[:, :, length:], positions[:, length:], read, inputs)
-        self._crop(positions.shape[1] - length)
+        self.crop(positions.shape[1] - length)
         return result
 
     def everything(self, inputs: SlotInputs, read: Read[_T]) -> _T:
@@ -326,48 +300,25 @@ class PackedBatch:
         return outputs.read
 
     @torch.no_grad()
-    def invert(self, first: Scores, tokens: Tensor, known: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
-
-        u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
-        with one new slot for every completion at once. `first` [B, C] are the scores of the first tokens, from `read`.
-        Returns as `Completions.place`.
-        """
-
-        def placed(logits: Tensor, own: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-            return uniform_for(own, logits.double().softmax(-1), share)
-
-        uniforms, scores, count = [], first, tokens.shape[2]
-        for step in range(count):
-            uniforms.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
-            if step < count - 1:
-                scores = self._next(step, self.starts, slots=SlotInputs(uniforms[-1][0][..., None]))
-        self._crop((count - 1) * self.starts.shape[1])
-        u, valid = (torch.stack(parts, dim=-1) for parts in zip(*uniforms))
-        return u, (valid & known).long().cumprod(-1).bool()
-
-    @torch.no_grad()
     def most_likely(self, first: Scores, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
-        """Return the backbone's own greedy completions [B, C, K] and their scores, token by token with the cache.
-
-        `first` [B, C] are the scores of the first tokens, from `read`.
-        """
+        """Return the backbone's greedy completions [B, C, K] and their scores, after `first` [B, C] of `read`."""
         scores, tokens = [first], []
         for step in range(length):
             tokens.append(scores[-1].mapped(lambda logits: (logits.argmax(-1),))[0])
             if step < length - 1:
-                scores.append(self._next(step, starts, tokens=tokens[-1]))
-        self._crop((length - 1) * starts.shape[1])
+                scores.append(self.following(step, starts, tokens=tokens[-1]))
+        self.crop((length - 1) * starts.shape[1])
         stacked = torch.stack([part.states for part in scores], dim=2)
         return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
 
-    def _next(self, step: int, starts: Tensor, slots: SlotInputs | None = None, tokens: Tensor | None = None) -> Scores:
+    def following(
+        self, step: int, starts: Tensor, slots: SlotInputs | None = None, tokens: Tensor | None = None
+    ) -> Scores:
         """Return the scores [B, C] after one more slot, or token, of C completions; it stays in the cache."""
         mask = stepwise_mask(self.sequences.documents, starts, step)
         return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, slots)
 
-    def _crop(self, count: int) -> None:
-        """Remove the last columns of the cache."""
+    def crop(self, count: int) -> None:
         assert self.cache is not None
         self.cache.crop(-count)
 
@@ -397,7 +348,6 @@ class Teacher:
         ).logits
 
     def of_sequences(self, sequences: Sequences) -> Scores:
-        """Return the scores [B, T] of a batch."""
         documents = sequences.documents
         return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), sequences.positions))
 
@@ -419,7 +369,9 @@ class Teacher:
 
     def belong(self, tokens: Tensor) -> Tensor:
         """Return which tokens [..., K] of completions come no later than their end, [..., K] bool."""
-        return before_eos(tokens, eos_ids(self.model))
+        ends = torch.tensor(eos_ids(self.model), device=tokens.device, dtype=tokens.dtype)
+        ended = torch.isin(tokens, ends).long().cumsum(-1)
+        return nn.functional.pad(ended[..., :-1], (1, 0)) == 0
 
     def _of_completions(self, sequences: Sequences, starts: Tensor, tokens: Tensor) -> Scores:
         """Return the scores [B, C, K] of completions [B, C, K]."""
@@ -442,10 +394,9 @@ class Teacher:
 
 @torch.no_grad()
 def student_drafts(packed: PackedBatch, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
-    """Return the completions [B, C, L] that the student writes from uniform noise [B, C, L + 1], in one forward.
+    """Return the completions [B, C, L] that the student writes from noise [B, C, L + 1], after `packed.read()`.
 
-    Scores [B, T] are those of `packed.read()`. Categorical slots write L tokens after the backbone's own, whose uniform
-    is the first.
+    Categorical slots write L tokens after the backbone's own, whose uniform is the first.
     """
     uniforms = inputs.uniforms
     flat = packed.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...configuration.fields import check_values
 
-METHODS, LOSSES, SEQUENCES = ("distil", "inverse"), ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
+LOSSES, SEQUENCES = ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
 """Values of fields of `PTPOptions`."""
 
 
@@ -18,9 +18,6 @@ class PTPOptions:
     """Options of `PTPTrainer`.
 
     Args:
-        method: `"distil"`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2);
-            `"inverse"`: in those of the student's own, computed one after the other (Algorithm 3, categorical slots, no
-                teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is one-hot; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
         sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
@@ -43,7 +40,6 @@ class PTPOptions:
         1.0
     """
 
-    method: str = "distil"
     loss: str = "ce"
     sequences: str = "dataset"
     completions: int = 16
@@ -53,12 +49,9 @@ class PTPOptions:
     greedy_share: float = 0.2
 
     def __post_init__(self) -> None:
-        choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
+        choices = {"loss": LOSSES, "sequences": SEQUENCES}
         ranges = {"completions": "[1, inf)", "concentration": "(0, inf)", "gamma": "(0, 1]", "greedy_share": "[0, 1)"}
         check_values(self, choices, ranges | {"base_weight": "[0, inf)"})
-        for name, value in {"loss": "ce", "sequences": "dataset"}.items():  # Algorithm 3: from data, by likelihood
-            if self.method == "inverse" and vars(self)[name] != value:
-                raise ValueError(f"method='inverse' has {name}={value!r}, not {vars(self)[name]!r}")
 
 
 _FLOOR = 1e-6
@@ -66,16 +59,9 @@ _CANDIDATES = 64
 
 
 def target_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return the distribution that decoding verifies: that of transformers' warpers, without sorting the vocabulary.
+    """Return the distribution that decoding verifies, [..., v] float64: that of transformers' warpers, without a sort.
 
-    Args:
-        logits: [..., v].
-        temperature: Above 0.
-        top_k: Tokens to retain (and those that tie with the last); 0 retains all.
-        top_p: Mass to retain; 1 retains all.
-
-    Returns:
-        [..., v] float64 probabilities.
+    Ties with the last of `top_k` stay; 0 keeps all, as does a `top_p` of 1.
     """
     scores = logits.double()
     if temperature != 1:
@@ -101,7 +87,7 @@ def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
 
 
 def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = None, kind: str = "ce") -> Tensor:
-    """Return the loss of every slot; each kind has its minimum where the slot's distribution q equals the target p.
+    """Return the loss of every slot [...]; each kind has its minimum where its distribution q equals the target p.
 
     Args:
         logits: [..., v] of the slots.
@@ -110,9 +96,6 @@ def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = No
         kind: `"ce"`: -log q(token), whatever p; `"kl"`: KL(p | q); `"reverse_kl"`: KL(q | p), with p floored at 1e-6,
             because folded distributions have zeros; `"bce"`: binary cross-entropy of every token's probability,
             -sum_v p log q + (1 - p) log(1 - q).
-
-    Returns:
-        [...] float32 (float64 for float64 logits), in nats.
     """
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     if kind == "ce":

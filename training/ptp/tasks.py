@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from .forwards import (
     SlotInputs,
     Teacher,
     at_columns,
-    completion_tokens,
     draw_starts,
     student_drafts,
 )
@@ -97,11 +95,16 @@ class Task:
         return torch.stack([slots, others])
 
 
+Found = tuple[Completions, Tensor, Tensor]
+"""Completions, the uniforms [B, C, K] that pick their tokens, and which of them count."""
+
+
 class TaskMaker:
     """Makes tasks from batches, for slots that learn a teacher's distribution (`is_own`: the student's backbone)."""
 
     def __init__(self, config: PTPConfig, options: PTPOptions, teacher: Teacher, is_own: bool) -> None:
-        self.config, self.options, self.teacher, self.is_own = config, options, teacher, is_own
+        self.arguments = config, options, teacher, is_own
+        self.config, self.options, self.teacher, self.is_own = self.arguments
         self.is_one_hot = config.variant == "one_hot"
         self.length = config.num_slots + (not self.is_one_hot)
 
@@ -113,19 +116,9 @@ class TaskMaker:
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
         packed = PackedBatch(model, sequences, starts, self.is_one_hot)
-        needs_states = options.sequences == "student" or options.method == "inverse"
-        needs_states = needs_states or not self.config.reads_uniforms
-        own = packed.read() if self.is_own or reads or needs_states else None
-        shares = draws.shares(starts, self.length)
-        if options.method == "inverse" and own is not None:
-            completions, (u, reached) = _inverse(packed, sequences, own, exists, shares)
-        else:
-            chosen = self._greedy_indices(starts)
-            others = exists if chosen is None else exists.index_fill(1, chosen, False)
-            completions = self._completions(packed, own, others)
-            u, reached = completions.place(shares)
-            if chosen is not None:
-                completions, u, reached = self._with_greedy(packed, own, exists, chosen, completions, u, reached)
+        needs_states = self.is_own or options.sequences == "student" or not self.config.reads_uniforms
+        own = packed.read() if reads or needs_states else None
+        completions, u, reached = self.found(packed, own, exists, draws.shares(starts, self.length))
         # a categorical slot predicts the token after its own; a one-hot one its own, with probability 1
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
         slots = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
@@ -135,55 +128,42 @@ class TaskMaker:
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
-    def _completions(self, packed: PackedBatch, own: Scores | None, exists: Tensor) -> Completions:
+    def found(self, packed: PackedBatch, own: Scores | None, exists: Tensor, shares: Tensor) -> Found:
+        """Return completions, and uniforms [B, C, K] at these shares of their intervals, with which of them count."""
+        chosen = self._greedy_indices(packed.starts)
+        others = exists if chosen is None else exists.index_fill(1, chosen, False)
         sequences, starts = packed.sequences, packed.starts
         if self.options.sequences == "student" and own is not None:
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
             written = student_drafts(packed, own, self.config, SlotInputs(noise))
-            return self.teacher.drafts(sequences, starts, exists, written)
-        scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
-        return self.teacher.pieces(sequences, scores, starts, exists, self.length)
-
-    def _with_greedy(
-        self,
-        packed: PackedBatch,
-        own: Scores | None,
-        exists: Tensor,
-        chosen: Tensor,
-        completions: Completions,
-        u: Tensor,
-        reached: Tensor,
-    ) -> tuple[Completions, Tensor, Tensor]:
-        """Replace the chosen completions, [G] indices, by the most likely continuations."""
-        starts = packed.starts[:, chosen]
+            completions = self.teacher.drafts(sequences, starts, others, written)
+        else:
+            scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
+            completions = self.teacher.pieces(sequences, scores, starts, others, self.length)
+        u, reached = completions.place(shares)
+        if chosen is None:
+            return completions, u, reached
+        # the chosen completions, [G] indices, are replaced by the most likely continuations
+        starts = starts[:, chosen]
         if self.is_own and own is not None:
             tokens, scores = packed.most_likely(own.at(starts - 1), starts, self.length)
         else:
-            tokens, scores = self.teacher.most_likely(packed.sequences, starts, self.length)
+            tokens, scores = self.teacher.most_likely(sequences, starts, self.length)
         known = exists[:, chosen, None] & self.teacher.belong(tokens)
-        joined = replace(
+        completions = replace(
             completions,
             tokens=completions.tokens.index_copy(1, chosen, tokens),
             known=completions.known.index_copy(1, chosen, known),
             scored=completions.scored.index_copy(1, chosen, known),
             scores=None if completions.scores is None else completions.scores.replaced(chosen, scores),
         )
-        return joined, u.index_fill(1, chosen, GREEDY), reached.index_copy(1, chosen, known)
+        return completions, u.index_fill(1, chosen, GREEDY), reached.index_copy(1, chosen, known)
 
     def _greedy_indices(self, starts: Tensor) -> Tensor | None:
         """Return the indices of greedy completions, [G] int64: evenly spread, whatever their number."""
         share = self.options.greedy_share if self.config.greedy else 0.0
         chosen = [index for index in range(starts.shape[1]) if int((index + 1) * share) > int(index * share)]
         return torch.tensor(chosen, device=starts.device) if chosen else None
-
-
-def _inverse(
-    packed: PackedBatch, sequences: Sequences, own: Scores, exists: Tensor, shares: Tensor
-) -> tuple[Completions, tuple[Tensor, Tensor]]:
-    _, tokens, known, scored = completion_tokens(sequences, packed.starts, exists, shares.shape[-1])
-    placed = packed.invert(own.at(packed.starts - 1), tokens, known, shares)
-    nowhere = torch.zeros_like(shares)
-    return Completions(packed.starts, tokens, known, scored, nowhere, nowhere), placed
 
 
 class SlotReader:
@@ -205,12 +185,7 @@ class SlotReader:
         self._hits: list[Tensor] = []
 
     def __call__(self, hidden: Tensor, head: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss; sums of the losses of slots and of the backbone [2]; hits [B, C, L] bool.
-
-        Args:
-            hidden: [B, T + C L, D], or without the tokens.
-            head: From hidden states to logits.
-        """
+        """Return the loss; sums of slots and of the backbone [2]; hits [B, C, L] bool. States end with the slots'."""
         self._hits = []
         task, dtype = self.task, torch.promote_types(hidden.dtype, torch.float32)
         totals = self.totals.clamp(min=torch.finfo(torch.float32).tiny).to(dtype)
@@ -223,7 +198,8 @@ class SlotReader:
             part = LossSegment(before, [self.next_tokens[..., None]], weight, scored=scored)
 
             def own(states: Tensor, targets: Tensor) -> Tensor:
-                return _next_token_losses(head(states), targets[:, 0])[:, None]
+                losses = nn.functional.cross_entropy
+                return losses(exact(head(states)), targets[:, 0], ignore_index=IGNORE, reduction="none")[:, None]
 
             base, (base_sum,) = chunked_sums(own, head, [part], self.config.vocab_size)
             loss = loss + base
@@ -231,42 +207,28 @@ class SlotReader:
         return loss, torch.cat([slot_sum, base_sum]), hits
 
     def _of_slots(self, head: nn.Module, slots: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of slots [B, C, L, D], and its sum [1], which `total` [1] divides."""
         return self._compared(head, slots, total, drafts=True)
 
     def _compared(self, head: nn.Module, states: Tensor, total: Tensor, drafts: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the loss of states [B, C, L, D] that predict the slots' tokens, divided by `total` [1], and its sum.
-
-        `drafts`: these states draft, so that hits are counted.
-        """
+        """Return the loss of states that predict the slots' tokens, by `total` [1], and its sum; hits of `drafts`."""
         task = self.task
-        weights, scores = slot_weights(task.valid, self.options.gamma), task.scores
-        values = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
-        terms = partial(self._terms, head=head, drafts=drafts)
+        weights, targets = slot_weights(task.valid, self.options.gamma), task.scores
+
+        def terms(
+            states: Tensor, tokens: Tensor, weights: Tensor, uniforms: Tensor, teacher: Tensor | None
+        ) -> Tensor:  # [n, 1]
+            tokens, weights, logits, distribution = tokens[:, 0], weights[:, 0], head(states), None
+            with torch.no_grad():
+                if teacher is not None and targets is not None:
+                    distribution = target_probs(targets.logits(teacher), **self.config.sampling or {})
+                if drafts:
+                    self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
+            losses = slot_losses(logits, tokens, distribution, self.options.loss)
+            return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
+
+        values = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], targets and targets.states]
         loss, (summed,) = chunked_sums(terms, head, [LossSegment(states, values, 1 / total)], self.config.vocab_size)
         return loss, summed
-
-    def _terms(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        weights: Tensor,
-        uniforms: Tensor,
-        teacher: Tensor | None,
-        head: nn.Module,
-        drafts: bool,
-    ) -> Tensor:
-        """Return the weighted losses of slots, [n, 1]."""
-        tokens, weights = tokens[:, 0], weights[:, 0]
-        logits, distribution, scores = head(states), None, self.task.completions.scores
-        if teacher is not None and scores is not None:
-            with torch.no_grad():
-                distribution = target_probs(scores.logits(teacher), **self.config.sampling or {})
-        if drafts:
-            with torch.no_grad():
-                self._hits.append(self._drafts(logits.detach(), uniforms[:, 0]) == tokens)
-        losses = slot_losses(logits, tokens, distribution, self.options.loss)
-        return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
 
     def _drafts(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Return what slots with logits [n, v] draft; categorical ones pick with the uniforms of their targets."""
@@ -274,10 +236,6 @@ class SlotReader:
         if self.config.predicts_tokens:
             return likely
         return torch.where(uniforms < 0, likely, pick(uniforms.clamp(min=0), logits.double().softmax(-1)))
-
-
-def _next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(exact(logits), targets, ignore_index=IGNORE, reduction="none")
 
 
 class MaskReader(SlotReader):

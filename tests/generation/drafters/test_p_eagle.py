@@ -54,6 +54,7 @@ def pair():
     head.detach()
 
 
+@pytest.mark.nightly
 def test_greedy_alone_and_in_ragged_batches(pair):
     model, head = pair
     seen = check_greedy(model, head, code_prompts(8), new=40, num_assistant_tokens=DRAFT)

@@ -261,6 +261,7 @@ DAMAGES = {
 OPTIONS = {"options": "{}"}
 
 
+@pytest.mark.by_day(most=4)
 def test_a_damaged_file_is_named(tmp_path):
     for damage in DAMAGES:
         drafter, file = SuffixDrafter(), tmp_path / "suffixes.safetensors"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.backbones import backbone, check_greedy, code, coder, prompts
+from tests.backbones import backbone, check_greedy, prompts
 from tests.fake_graphs import FakeGraph
 from tests.generation.test_fixed_shapes import WAYS, batch_of, generated, same
 from tests.modeling.block.test_golden import CASES, pair
@@ -82,7 +82,7 @@ def test_greedy_text_in_batches_of_sixteen(name):
     assert counts >= {0, 1, 2, 3}
 
 
-@pytest.mark.by_day("speculators_dspark-token-drawn", "zlab_dflash2-block-drawn", "deepspec_dspark_gated-block-argmax")
+@pytest.mark.by_day("zlab_dflash2-block-drawn", "deepspec_dspark_gated-token-argmax")
 @pytest.mark.parametrize("sampling", ["drawn", "argmax"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("name", ["speculators_dspark", "zlab_dflash2", "deepspec_dspark_gated"])
@@ -103,7 +103,7 @@ def test_sampled_text_follows_the_backbone(name, rule, sampling):
         assert continuation_p_value(out.sequences[row::2, 7:9], expected) > 0.001
 
 
-@pytest.mark.by_day("zlab_dflash2-None", "zlab_llama-static")
+@pytest.mark.by_day("zlab_dflash2-static")
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", ["zlab_llama", "zlab_dflash2"])
 def test_layers_with_a_window_keep_what_they_see_of_long_texts(name, cache):
@@ -210,12 +210,3 @@ def test_copies_draft_alike_and_keep_their_options(tmp_path):
         out = base.generate(**inputs, **options, assistant_model=each.attach(base), return_dict_in_generate=True)
         found.append(out.speculation.rows_drafts)
     assert found[0] == found[1] == found[2]
-
-
-def test_a_new_drafter_of_any_law_writes_the_backbones_text():
-    model = coder("qwen3")
-    for law in LAWS:
-        drafter = drafter_of(model, law, draft_ids=torch.unique(code())[:30])
-        text = model.generate(code()[None, :9], max_new_tokens=16, do_sample=False)
-        assert text.equal(model.generate(code()[None, :9], max_new_tokens=16, do_sample=False, assistant_model=drafter))
-        drafter.detach()

@@ -262,49 +262,6 @@ def blocks_of(law, m=M):
     return law.distribution(*many).prefix_log_prob(blocks)
 
 
-@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-@torch.no_grad()
-def test_equal_leaves_are_independent_places(kind):
-    law = law_of(kind, WHOLE, markov_rank=0, **({"reads_last": False} if kind == "hmm" else {}))
-    law.state_leaves.weight.zero_()
-    close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
-
-
-@torch.no_grad()
-def test_an_hmm_whose_states_stay_is_a_mixture():
-    hmm, cp = law_of("hmm-bare", WHOLE), law_of("cp", WHOLE, markov_rank=0)
-    cp.load_state_dict({name: value for name, value in hmm.state_dict().items() if "sums" not in name})
-    hmm.sums.weight.zero_()
-    hmm.sums.bias.copy_(1000 * torch.eye(2).flatten())
-    close(blocks_of(hmm), blocks_of(cp))
-
-
-@torch.no_grad()
-def test_a_tree_of_two_places_is_a_mixture():
-    tree, cp = law_of("btree", WHOLE, 2, rank=2), law_of("cp", WHOLE, 2)
-    cp.load_state_dict({name: value for name, value in tree.state_dict().items() if "sums" not in name})
-    close(blocks_of(tree, 2), blocks_of(cp, 2))
-
-
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-@torch.no_grad()
-def test_a_markov_head_without_weights_is_independent(kind):
-    law = law_of(kind, WHOLE)
-    law.markov_w2.weight.zero_()
-    close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
-
-
-@torch.no_grad()
-def test_a_selector_that_reads_no_row_is_independent_among_its_candidates():
-    law, (rows, logits, last, _) = law_of("selector", WHOLE), inputs_of(WHOLE)
-    law.hidden_projection.weight.zero_()
-    floor = logits.topk(3, -1).values[..., -1:]
-    want = law_of("independent", WHOLE).distribution(rows, logits.masked_fill(logits < floor, -torch.inf), last)
-    blocks = logits.topk(3, -1).indices[0].T
-    many = [part.expand(len(blocks), *part.shape[1:]) for part in (rows, logits, last)]
-    close(law.distribution(*many).prefix_log_prob(blocks), want.prefix_log_prob(blocks))
-
-
 @torch.no_grad()
 def test_new_laws_start_as_independent_places():
     for kind in KINDS:

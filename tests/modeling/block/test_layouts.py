@@ -153,21 +153,6 @@ def test_what_a_layout_cannot_hold_is_refused_by_name(tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", [DFLASH, DSPARK])
-def test_speculators_reads_what_is_exported(name, tmp_path):
-    """Its own class, with the tensors of the directory, makes the same rows."""
-    speculators = pytest.importorskip("speculators.model")
-    base, drafter = pair(name)
-    drafter.config.base_model_name_or_path = str(DATA / CASES[name])
-    drafter.config.base_model_type = base.config.model_type
-    drafter.export(tmp_path, layout="speculators")
-    theirs = speculators.SpeculatorModel.from_pretrained(tmp_path, dtype=torch.float32)
-    own = drafter.state_dict()
-    loaded = {key: each for key, each in theirs.state_dict().items() if key in own and key != "d2t"}
-    assert len(loaded) >= len(own) - 1 and all(each.equal(own[key]) for key, each in loaded.items())
-    assert theirs.config.block_size == drafter.block_size and list(theirs.target_layer_ids) == drafter.feature_layers
-
-
 def test_which_rows_draft_is_never_guessed(edited):
     silent = dict(sample_from_anchor=None)
     proposed = lambda count: {"speculators_config": {"proposal_methods": [{"speculative_tokens": count}]}}  # noqa: E731
@@ -305,7 +290,7 @@ def test_names_of_others_lead_to_their_classes():
     assert drafter_class(DATA / DSPARK) is BlockDrafter
     with pytest.raises(ValueError):
         EagleHead.from_pretrained(DATA / DSPARK)
-    with pytest.raises(FileNotFoundError, match="no such directory"):
+    with pytest.raises(OSError, match="nowhere"):
         BlockDrafter.from_pretrained("./nowhere")
     with pytest.raises(ValueError, match="model_type='llama'"):
         BlockDrafter.from_pretrained(DATA / "llama")

@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from tests.modeling.heads.backbones import shaken
 from tokenahead import BlockDrafter
-from tokenahead.modeling.block import learning
-from tokenahead.modeling.block.batch import BlockBatch, block_rows
+from tokenahead.modeling.block import model as block_model
+from tokenahead.modeling.block.losses import BlockBatch, block_rows
 from tokenahead.modeling.common import chunks
 from tokenahead.modeling.common.teacher import divergence
 from tokenahead.training.trainer import MTPTrainer
@@ -113,17 +113,6 @@ def test_padding_and_joined_rows_change_nothing(kind):
     torch.testing.assert_close(got.loss, want, atol=1e-6, rtol=0)
 
 
-def test_stored_states_have_the_same_loss():
-    drafter = drafter_of("part").train()
-    states = drafter.backbone(IDS, output_hidden_states=True).hidden_states
-    cached = torch.stack([states[layer] for layer in drafter.learning_layers], 2)
-    anchors = torch.tensor([[1, 6], [2, 8]])
-    want = drafter(IDS, labels=IDS, anchors=anchors)
-    got = drafter(IDS, labels=IDS, anchors=anchors, cached_states=cached)
-    torch.testing.assert_close(got.loss, want.loss)
-    assert got.acceptances.shape == (drafter.num_drafts,) and got.head_losses.isfinite().all()
-
-
 def test_rows_that_are_computed_again_have_the_same_gradients():
     drafter, anchors, found = drafter_of("markov").train(), torch.tensor([[1, 6], [2, 8]]), []
     for enable in (drafter.gradient_checkpointing_disable, drafter.gradient_checkpointing_enable):
@@ -183,7 +172,7 @@ def test_every_row_of_a_trainer_has_its_number_of_blocks(tmp_path, monkeypatch):
     drafter, found = drafter_of("markov"), []
     drafter.loss_options.update(anchors=5)
     rows = [{"input_ids": torch.arange(size), "labels": torch.arange(size)} for size in (9, 20, 13, 30)]
-    monkeypatch.setattr(learning, "block_rows", lambda *a: found.append(a[2].keep.sum(1)) or block_rows(*a))
+    monkeypatch.setattr(block_model, "block_rows", lambda *a: found.append(a[2].keep.sum(1)) or block_rows(*a))
     args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
     MTPTrainer(drafter, args, train_dataset=rows).train()
     assert found[-1].tolist() == [5] * 4

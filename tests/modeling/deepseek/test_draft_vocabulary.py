@@ -33,6 +33,7 @@ def rows():
     return left_padded([torch.randint(1, 128, (length,), generator=generator) for length in (12, 3, 30, 7)])
 
 
+@pytest.mark.by_day("0.3")
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 def test_greedy_text_is_the_same_and_drafts_stay_inside(model, threshold):
     plain = model.generate(**rows(), use_mtp=False, **GREEDY).sequences
@@ -50,14 +51,7 @@ def test_greedy_text_is_the_same_and_drafts_stay_inside(model, threshold):
     assert set().union(*out.speculation.rows_accepted) >= {0, 1}
 
 
-@pytest.mark.nightly
-def test_a_whole_vocabulary_drafts_as_none(model):
-    options = GREEDY | {"num_assistant_tokens": 3}
-    whole = model.generate(**rows(), draft_vocabulary=torch.randperm(128), **options).speculation
-    assert whole.rows_drafts == model.generate(**rows(), **options).speculation.rows_drafts
-    assert whole.vocabulary_coverage == 1.0
-
-
+@pytest.mark.by_day("block")
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_target(model, rule):
     """The most likely outcomes need tokens that cannot be drafted."""
@@ -134,13 +128,6 @@ def test_ids_that_cannot_be_meant():
             family_model("llama").set_draft_vocabulary(ids)
         with pytest.raises(ValueError, match=reason):
             family_model("llama").generate(random_ids(), draft_vocabulary=ids, **GREEDY)
-
-
-def test_other_drafters_have_no_such_option():
-    from tests.models import tiny_model
-
-    with pytest.raises(ValueError, match="draft_vocabulary="):
-        tiny_model().generate(torch.arange(5)[None], draft_vocabulary=[1], max_new_tokens=3)
 
 
 @pytest.mark.parametrize("options", [{}, {"target": "teacher"}, {"target": "teacher", "divergence": "tv"}, BLOCK])

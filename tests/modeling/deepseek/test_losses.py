@@ -85,56 +85,6 @@ def test_detached_parts_learn_from_the_main_loss_only(option):
     torch.testing.assert_close(found["mtp.0.eh_proj.weight"], full["mtp.0.eh_proj.weight"])
 
 
-def test_detached_everything_leaves_the_main_model_its_own_gradient():
-    model, ids = family_model("llama").train(), random_ids()
-    main = gradients(model, functional.cross_entropy(model(ids).logits[:, :-1].transpose(1, 2), ids[:, 1:]))
-    model.loss_options = ModuleLossOptions(detach_trunk=True, detach_head=True, detach_embedding=True)
-    found = gradients(model, model(ids, labels=ids).loss)
-    for key, value in main.items():
-        torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)
-    assert any(key.startswith("mtp.") for key in found)
-
-
-def test_counts_make_accumulation_exact():
-    model, ids = family_model("llama", num_nextn_predict_layers=2).train(), random_ids(4)
-    labels = some_labels(ids)
-    whole = gradients(model, model(ids, labels=labels).loss)
-    counts = torch.tensor([sum((labels[i, k + 1 :] != -100).sum() for i in range(4)) for k in range(3)])
-    model.zero_grad()
-    for part in (slice(0, 1), slice(1, 4)):
-        model(ids[part], labels=labels[part], num_items_in_batch=counts).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, whole[name], atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match="num_items_in_batch.*2"):
-        model(ids, labels=labels, num_items_in_batch=counts[:2])
-
-
-def test_packed_documents_do_not_see_each_other():
-    model, ids = family_model("deepseek_v3", num_nextn_predict_layers=3), random_ids(1)
-    position_ids = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
-    packed = model(ids, labels=ids, position_ids=position_ids)
-    alone = [model(part, labels=part) for part in (ids[:, :9], ids[:, 9:])]
-    counts = torch.tensor([[9 - 1 - k, LENGTH - 9 - 1 - k] for k in range(4)]).float()
-    expected = (torch.stack([out.head_losses for out in alone], 1) * counts).sum(1) / counts.sum(1)
-    torch.testing.assert_close(packed.head_losses, expected, atol=1e-5, rtol=0)
-    changed = ids.clone()
-    changed[0, 9] = (ids[0, 9] + 1) % 96
-    keep = torch.where(torch.arange(LENGTH) < 9, ids, -100)
-    losses = [model(tokens, labels=keep, position_ids=position_ids).loss for tokens in (ids, changed)]
-    assert torch.equal(*losses)
-
-
-@pytest.mark.by_day("left")
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_has_no_part_in_the_loss(side):
-    model, ids = family_model("glm4_moe", num_nextn_predict_layers=2), random_ids(1, 10)
-    pad = (5, 0) if side == "left" else (0, 5)
-    padded = functional.pad(ids, pad, value=7)
-    mask = functional.pad(torch.ones_like(ids), pad)
-    expected, found = model(ids, labels=ids), model(padded, labels=padded, attention_mask=mask)
-    torch.testing.assert_close(found.head_losses, expected.head_losses, atol=1e-5, rtol=0)
-
-
 def test_paper_divides_every_depth_by_the_main_model_s_targets():
     model, ids = family_model("llama", num_nextn_predict_layers=2), random_ids(2)
     mean, heads = model(ids, labels=ids).loss, model(ids, labels=ids).head_losses

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.eagle_models import DATA, foreign_folder, golden_case, teacher_forced, tiny_backbone
+from tests.eagle_models import foreign_folder, golden_case, teacher_forced, tiny_backbone
 from tests.modeling.eagle.test_loading import AUX, OFFICIAL, rewritten
 from tokenahead import EagleHead
 from tokenahead.modeling.common.stored_drafters import drafter_class
@@ -190,12 +190,3 @@ def test_an_unknown_field_is_passed_over_on_request(level, tmp_path):
     assert torch.equal(teacher_forced(case)[2], teacher_forced(golden_case("eagle3_llama"))[2])
     with pytest.raises(ValueError, match="ignore_fields.*norm_output"):
         EagleHead.from_pretrained(folder, ignore_fields=["norm_output"])
-
-
-def test_options_of_version_3_are_refused_in_version_1(tmp_path):
-    source = DATA / "eagle1_llama" / "official"
-    for changes, names in (({"norm_output": True}, "norm_output"), ({"bias": False}, "bias=False")):
-        for file in source.iterdir():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-        with pytest.raises(ValueError, match=names):
-            EagleHead.from_pretrained(edited(tmp_path, **changes))

@@ -256,7 +256,7 @@ def test_pickles_with_code_and_damaged_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="pytorch_model.bin"):
         EagleHead.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(ValueError, match="cannot be loaded"):
         EagleHead.from_pretrained(tmp_path)
 
 
@@ -270,12 +270,10 @@ def test_contradictory_options_are_refused():
     for options, message in [
         ({"version": 2}, "version=2"),
         ({"version": 1, "fc_norm": True}, "fc_norm.*3"),
-        ({"draft_vocab_size": 65}, "draft_vocab_size=.*65.*1.*vocab_size=.*64"),
+        ({"draft_vocab_size": 65}, "draft_vocab_size=65.*1..64"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"use_aux_hidden_state": False, "fc_norm": True}, "fc_norm"),
-        ({"target_hidden_size": 48}, "own_embeddings"),
         ({"aux_layers": []}, "aux_layers"),
-        ({"head_dim": 7}, "head_dim=.*7"),
         ({"layout": "gguf"}, "layout='gguf'"),
     ]:
         with pytest.raises(StrictDataclassError, match=message):

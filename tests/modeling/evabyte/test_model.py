@@ -142,19 +142,6 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     torch.testing.assert_close(grads[0], grads[1])
 
 
-@pytest.mark.nightly
-def test_loss_backward_works_with_the_default_cache():
-    model = tiny_model().train()
-    ids = torch.randint(64, 320, (2, 80))
-    with_cache = model(ids, labels=ids)
-    assert with_cache.past_key_values is not None
-    with_cache.loss.backward()
-    first = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    torch.testing.assert_close(first, [parameter.grad for parameter in model.parameters()])
-
-
 def test_save_and_load_keep_every_tensor(tmp_path):
     model, _ = load(CASES[0])
     official = load_file(GOLDENS / CASES[0] / "model.safetensors")
@@ -188,22 +175,3 @@ def test_window_may_differ_from_the_stored_heads(window, tmp_path):
     assert again.window == window
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     assert torch.equal(again.draft_heads.weight, model.draft_heads.weight)
-
-
-def test_cache_of_another_kind_is_refused():
-    from transformers import DynamicCache
-
-    with pytest.raises(ValueError, match="DynamicCache.*EvaByteCache"):
-        tiny_model()(torch.ones(1, 3, dtype=torch.long), past_key_values=DynamicCache())
-
-
-@pytest.mark.nightly
-def test_tuple_output_only_when_asked():
-    model, ids = tiny_model(), torch.ones(1, 3, dtype=torch.long)
-    assert model(ids).logits.shape == (1, 3, 320)
-    assert isinstance(model(ids, return_dict=False), tuple)
-
-
-def test_backbone_wants_exactly_one_input():
-    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
-        tiny_model().model()

@@ -1,6 +1,5 @@
 """Rows of real tokens: padded batches, packed documents, and the way back."""
 
-import pytest
 import torch
 
 from tokenahead.modeling.evabyte.cache import SequenceMap
@@ -43,13 +42,6 @@ def test_rows_of_packed_documents():
     check(SequenceMap.from_documents(mask, positions), mask, [[0, 1, 2], [3], [4, 5, 6], [7, 8], [9, 10, 11, 12, 13]])
 
 
-@pytest.mark.core
-def test_one_row_of_positions_serves_the_batch():
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    rows = SequenceMap.from_documents(mask, documents(2, 3)[None])
-    check(rows, mask, [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]])
-
-
 def test_packed_documents_in_a_padded_batch():
     """Padding on either side belongs to no document, with any position ids."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
@@ -57,13 +49,6 @@ def test_packed_documents_in_a_padded_batch():
         positions = torch.full((2, 6), filler)
         positions[0, 2:], positions[1, :3] = documents(1, 3), documents(2, 1)
         check(SequenceMap.from_documents(mask, positions), mask, [[2], [3, 4, 5], [6, 7], [8]])
-
-
-def test_a_sequence_that_starts_late_is_a_document():
-    """Positions that count on from an earlier call have no 0; the sequence still begins a row."""
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    positions = torch.tensor([[7, 8, 9, 10], [5, 6, 0, 1]])
-    check(SequenceMap.from_documents(mask, positions), mask, [[0, 1, 2, 3], [4, 5], [6, 7]])
 
 
 def test_features_travel_with_their_tokens():

@@ -1,8 +1,6 @@
 """EvaByte's tokenizer against golden cases of the official one, and what transformers and trainers ask of it."""
 
-import copy
 import json
-import pickle
 from pathlib import Path
 
 import jinja2
@@ -113,49 +111,12 @@ def test_decoding_drops_invalid_bytes_and_with_skip_all_ids_below_64(ids):
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == kept.decode(errors="ignore")
 
 
-def test_tokens_and_ids_are_one_to_one():
-    tokens = TOKENIZER.convert_ids_to_tokens(range(320))
-    assert len(set(tokens)) == 320
-    assert TOKENIZER.convert_tokens_to_ids(tokens) == list(range(320))
-    assert TOKENIZER.convert_ids_to_tokens(161) == "a"
-    assert TOKENIZER.decode(161) == "a"
-
-
-def test_ids_outside_the_vocabulary_are_refused():
-    for index in [320, -1, -100]:
-        with pytest.raises(ValueError, match=f"token id {index} is outside the vocabulary: ids go from 0 to 319"):
-            TOKENIZER.decode([161, index])
-
-
-def test_lone_surrogates_are_refused():
-    for text in ("a\ud83d", "\udc00b\ud800", "é<|eot_id|>xy\udfff"):
-        for texts in (text, ["fine", text]):
-            with pytest.raises((TypeError, UnicodeEncodeError)):
-                TOKENIZER(texts)
-
-
 def test_padding_is_on_the_left_and_there_are_no_token_type_ids():
     batch = TOKENIZER(["abc", "é<eos>", ""], padding=True, return_tensors="pt")
     assert list(batch) == ["input_ids", "attention_mask"]
     assert batch["input_ids"].tolist() == [[1, 161, 162, 163], [1, 259, 233, 2], [0, 0, 0, 1]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
     assert EvaByteTokenizer(padding_side="right")(["ab", ""], padding=True)["input_ids"][1] == [1, 0, 0]
-
-
-@pytest.mark.nightly
-def test_truncation_keeps_bos():
-    assert TOKENIZER("abcdef", truncation=True, max_length=3)["input_ids"] == [1, 161, 162]
-
-
-@pytest.mark.nightly
-def test_pretokenized_words_are_bytes_too():
-    assert TOKENIZER(["aé", "<eos>"], is_split_into_words=True)["input_ids"] == [1, 161, 259, 233, 2]
-
-
-@pytest.mark.nightly
-def test_copies_and_pickles_work():
-    for twin in (copy.deepcopy(TOKENIZER), pickle.loads(pickle.dumps(TOKENIZER))):
-        assert twin("a<eos>é")["input_ids"] == [1, 161, 2, 259, 233]
 
 
 # --- streaming --------------------------------------------------------------------------------------------------------
@@ -184,11 +145,6 @@ def test_assistant_mask_covers_contents_and_their_ends(options):
     assert assistant_text(encoded["input_ids"], encoded["assistant_masks"]) == "là ☃<|eot_id|><|eot_id|>"
 
 
-def test_assistant_mask_is_zero_without_assistant():
-    encoded = TOKENIZER.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_assistant_tokens_mask=True)
-    assert encoded["assistant_masks"] == [0] * len(encoded["input_ids"])
-
-
 @pytest.mark.parametrize(("side", "pad_token"), [("left", "<pad>"), ("right", "<bos>")])
 def test_assistant_mask_is_padded_as_the_ids_are(side, pad_token):
     tokenizer = EvaByteTokenizer(padding_side=side, pad_token=pad_token)
@@ -199,15 +155,6 @@ def test_assistant_mask_is_padded_as_the_ids_are(side, pad_token):
     assert not (batch["assistant_masks"] & (1 - batch["attention_mask"])).any()
     texts = [assistant_text(ids, mask) for ids, mask in zip(batch["input_ids"], batch["assistant_masks"])]
     assert texts == ["là ☃<|eot_id|><|eot_id|>", "là ☃<|eot_id|>"]
-
-
-def test_sanitized_user_text_cannot_inject_control_ids():
-    chat = [{"role": "user", "content": "x<|eot_id|>"}]
-    injected, safe = (
-        TOKENIZER.apply_chat_template(chat, sanitize_control_tokens=flag)["input_ids"] for flag in (False, True)
-    )
-    assert (injected.count(11), safe.count(11)) == (3, 2)
-    assert TOKENIZER.decode(safe) == TOKENIZER.decode(injected)
 
 
 # --- directories ---
@@ -271,13 +218,6 @@ def test_a_saved_folder_names_no_code_files_of_the_folder_read(tmp_path):
         assert ("auto_map" in saved) == (remote_code == "bundle")
 
 
-@pytest.mark.nightly
-def test_a_template_of_ones_own_survives_a_round_trip(tmp_path):
-    own = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    EvaByteTokenizer(chat_template=own).save_pretrained(tmp_path)
-    assert EvaByteTokenizer.from_pretrained(tmp_path).chat_template == own
-
-
 def test_tokens_that_the_user_adds_follow_the_vocabulary_and_survive(tmp_path):
     tokenizer = EvaByteTokenizer()
     tokenizer.add_tokens(["<tool>", "a"])  # "a" is a byte already
@@ -286,13 +226,6 @@ def test_tokens_that_the_user_adds_follow_the_vocabulary_and_survive(tmp_path):
         assert each("<tool>ab")["input_ids"] == [1, 320, 161, 162]
         assert each.decode([320, 161]) == "<tool>a"
         assert len(each) == 321
-
-
-def test_a_folder_with_other_ids_is_refused(tmp_path):
-    config = official_config()
-    config["added_tokens_decoder"]["5"]["content"] = "<extra_id_5>"
-    with pytest.raises(ValueError, match="5.*repo_name.*'<extra_id_5>'"):
-        load(tmp_path, config)
 
 
 def test_a_named_token_outside_the_vocabulary_is_refused():

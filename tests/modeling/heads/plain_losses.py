@@ -4,8 +4,8 @@ import torch
 
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads.circuit_head import CircuitHead, FFHead
+from tokenahead.modeling.heads.family import window_distribution
 from tokenahead.modeling.heads.losses import IGNORE, depth_means, discounted_mtp_loss, tokens_ahead
-from tokenahead.modeling.heads.registry import window_distribution
 
 
 def head_and_batch(kind: str = "ff"):

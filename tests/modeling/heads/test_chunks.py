@@ -6,8 +6,8 @@ import torch
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead.modeling.common import chunks
 from tokenahead.modeling.heads import losses
+from tokenahead.modeling.heads.family import window_distribution
 from tokenahead.modeling.heads.losses import IGNORE, discounted_mtp_loss, head_loss
-from tokenahead.modeling.heads.registry import window_distribution
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 

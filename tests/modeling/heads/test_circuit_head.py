@@ -6,7 +6,7 @@ import torch
 from tests.models import TRAINED, tiny_model
 from tokenahead import EvaByteForMTPC, MTPHeadConfig, MTPHeads
 from tokenahead.modeling.heads.circuit_head import CircuitHead
-from tokenahead.modeling.heads.registry import build_head, window_distribution
+from tokenahead.modeling.heads.family import build_head, window_distribution
 
 CIRCUITS = ["cp", "hmm", "btree"]
 VARIANTS = [

@@ -11,7 +11,6 @@ from tests.models import left_padded
 from tokenahead import MTPHeads
 from tokenahead.model_cards.card import describe
 from tokenahead.model_cards.export import export
-from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.testing import continuation_distribution, continuation_p_value
 from tokenahead.training.evaluation.drafts import drafted_probs
@@ -181,12 +180,6 @@ def test_ids_that_cannot_be_meant():
             MTPHeads.from_backbone(backbone(), draft_ids=wrong)
         with pytest.raises(StrictDataclassClassValidationError, match="draft_vocab_size=65"):
             MTPHeads.from_backbone(backbone(), draft_vocab_size=65)
-
-
-def test_codes_go_there_and_back():
-    vocabulary, tokens = DraftVocabulary(KEPT, 64), torch.arange(64)
-    codes = vocabulary.codes(tokens)
-    assert vocabulary.tokens(codes).equal(tokens) and codes[KEPT].tolist() == list(range(len(KEPT)))
 
 
 @torch.no_grad()

@@ -225,7 +225,7 @@ class _Code:
 
 def test_a_pickle_with_code_is_not_unpickled(tmp_path, capsys):
     (tmp_path / "medusa_lm_head.pt").write_bytes(pickle.dumps({"0.0.linear.weight": _Code()}))
-    with pytest.raises(ValueError, match="holds more than tensors"):
+    with pytest.raises(ValueError, match="more than tensors"):
         MTPHeads.from_official(tmp_path)
     assert "run" not in capsys.readouterr().out
 
@@ -245,11 +245,8 @@ def test_what_a_layout_cannot_hold_is_refused(tmp_path):
 
 
 FIELDS = [
-    ("hydra_mlp/official", {"hydra_num_heads": 2}, "hydra_num_heads=2.*3"),
-    ("hydra_mlp/official", {"hydra_num_layers": 2}, "hydra_num_layers=2.*1"),
     ("hydra_mlp/official", {"logit_scale": 2.0}, "logit_scale"),
     ("gloeckle/official", {"use_scaled_rope": True}, "use_scaled_rope"),
-    ("gloeckle/official", {"vocab_size": 63}, "vocab_size=63.*64"),
 ]
 
 
@@ -280,11 +277,9 @@ def check_fields(source, changes, message, target):
 
 
 MEDUSA_FIELDS = [
-    ("medusa", {"medusa_num_layers": 2}, "medusa_num_layers=2.*1"),
     ("medusa", {"version": "2"}, "version='2'"),
     ("medusa", {"logit_scale": 2.0}, "logit_scale=2.0"),
     ("medusa", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ("vllm", {"num_heads": 2}, "num_heads=2.*3"),
     ("vllm", {"medusa_fc_bias": False}, "medusa_fc_bias=False"),
     ("vllm", {"truncated_vocab_size": 32}, "truncated_vocab_size=32"),
     ("vllm", {"logit_scale": 0.5}, "logit_scale=0.5"),

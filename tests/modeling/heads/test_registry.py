@@ -12,8 +12,7 @@ from tests.models import tiny_model
 from tokenahead import MTPHeadConfig
 from tokenahead.configuration.head_families import HEAD_FAMILIES
 from tokenahead.modeling.common.backbone_parts import BackboneParts
-from tokenahead.modeling.heads.family import FAMILIES
-from tokenahead.modeling.heads.registry import build_head, init_head, window_distribution
+from tokenahead.modeling.heads.family import FAMILIES, build_head, init_head, window_distribution
 
 TOKENS = torch.randint(64, 320, (1, 12), generator=torch.Generator().manual_seed(2))
 

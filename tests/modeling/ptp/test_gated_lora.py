@@ -1,9 +1,11 @@
 """Gated adapters: auxiliary rows get B A x, all others stay the backbone bit for bit."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenahead.modeling.ptp.gated_linear import gate_linears
 from tokenahead.modeling.ptp.gated_lora import ADAPTER, Gate
@@ -107,23 +109,13 @@ def test_compiled_calls_find_their_gates():
     assert len(graphs) == made <= 3  # open gates, closed ones, and a thread that has opened none yet
 
 
-def test_adapters_that_read_the_same_input_share_a_product(monkeypatch):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    gate_linears(model, rank=2, alpha=2, skip=model.lm_head)
-    products, multiply = [], torch.nn.functional.linear
-
-    def counted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if len(weight) < 8:  # the backbone's own weights have more rows
-            products.append(tuple(weight.shape))
-        return multiply(rows, weight, bias)
-
-    with torch.no_grad(), opened_gate(Gate(2, 5)):
-        model.model(torch.randint(0, 11, (1, 5)))  # packs
-        monkeypatch.setattr(torch.nn.functional, "linear", counted)
-        model.model(torch.randint(0, 11, (1, 5)))
-    assert products == [(6, 16), (2, 16), (4, 16), (2, 24)]  # q, k, v; o; gate, up; down
+def test_decoding_packs_adapters_in_the_dtype_of_the_layer_until_a_weight_changes():
+    model, x = two_layers().double(), torch.randn(3, 5, 6, dtype=torch.float64)
+    with torch.no_grad():
+        first = opened(model, x, 2, 5)
+        kept = model[0]._packed
+        torch.testing.assert_close(opened(model, x, 2, 5), first)
+        assert model[0]._packed is kept and kept[2].dtype == torch.float64
+        model[0].lora_A[ADAPTER].weight.mul_(2)
+        torch.testing.assert_close(opened(model, x, 2, 5)[2, 4], by_hand(model[1], by_hand(model[0], x[2, 4])))
+    assert model[0]._packed is not kept and copy.deepcopy(model)[0]._packed is None

@@ -156,16 +156,6 @@ def test_checkpointed_activations_give_the_same_gradients():
         torch.testing.assert_close(grads[1][name], grad)
 
 
-@pytest.mark.parametrize("asked", [{"features": "threshold"}, {"projection": "mlp"}, {"informative": False}])
-def test_another_embedding_than_the_checkpoint_has_is_refused(asked, tmp_path):
-    student().save_pretrained(tmp_path)
-    (name,) = asked
-    with pytest.raises(ValueError, match=f"{name}=.* was trained with {name}=.*leave {name} out"):
-        PTPForCausalLM.from_pretrained(tmp_path, **asked)
-    same = PTPForCausalLM.from_pretrained(tmp_path, features="bits")
-    assert same.config.features == "bits"
-
-
 def test_uniforms_keep_their_digits_in_bfloat16():
     model = student(base=backbone().bfloat16(), features="scalar")
     weight = model.uniform_embedding.projection
@@ -228,8 +218,8 @@ def test_greedy_slots_have_an_embedding_of_their_own():
     model.uniform_embedding.greedy.weight += 1
     changed = (model(tokens, uniforms=uniforms).logits != before)[0].any(-1)
     assert changed.tolist() == [False] * 5 + [True, True]
-    with pytest.raises(ValueError, match="uniforms must lie in"):
-        student(greedy=False)(tokens, uniforms=uniforms)
+    with pytest.raises(ValueError, match="uniforms have dtype"):
+        student()(tokens, uniforms=uniforms.half())
 
 
 @torch.no_grad()
@@ -237,7 +227,6 @@ def test_packed_adapters_follow_their_weights():
     model, tokens, uniforms = student(), ids(2, 4), torch.rand(2, 3)
     first = model(tokens, uniforms=uniforms).logits
     layer = model.backbone.model.layers[0].self_attn
-    assert layer.q_proj.siblings is layer.v_proj.siblings and layer.o_proj.siblings is not layer.v_proj.siblings
     layer.k_proj.lora_A["default"].weight.mul_(2)
     changed = model(tokens, uniforms=uniforms).logits
     with torch.enable_grad():
@@ -276,13 +265,6 @@ def test_attention_without_dense_masks_is_refused():
     base.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation=.*'flash_attention_2'"):
         PTPForCausalLM.from_backbone(base)
-
-
-def test_positions_beyond_a_table_are_refused():
-    model = student(base=backbone(CONFIGS["gpt2"]()))
-    with pytest.raises(ValueError, match="beyond.*64.*2"):
-        model(ids(1, 63), uniforms=torch.rand(1, 3))
-    assert student()(ids(1, 63), uniforms=torch.rand(1, 3)).logits.shape == (1, 66, 11)  # rotary ones go on
 
 
 def test_texts_up_to_the_end_of_a_table():

@@ -28,6 +28,7 @@ def batch_for(model, rows: int = 3, length: int = 12):
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
+@pytest.mark.by_day("evabyte_btree", "ff", "hydra", "eagle3", "modules")
 @pytest.mark.parametrize(("name", "model"), [pytest.param(*pair, id=pair[0]) for pair in models()])
 def test_distributions_are_normalised_and_the_losses_are_those_of_the_model(name, model):
     model = model.eval()

@@ -90,6 +90,7 @@ def ways_to_write(cycles: dict[tuple[int, ...], float]):
 
 
 @pytest.mark.core_cases("0-token")
+@pytest.mark.by_day("0-block", "0-token", "0-greedy")
 @pytest.mark.parametrize("rule", ["block", "token", "greedy"])
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_along_a_text_are_those_of_all_the_ways_to_write_it(rule, seed):
@@ -135,6 +136,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.by_day("btree", "eagle1")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_decoding_takes_the_calls_that_are_expected(name):
     drafter = DRAFTERS[name]()

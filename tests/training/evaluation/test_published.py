@@ -64,6 +64,7 @@ def test_layers_of_an_eagle_head_are_options_of_its_method(backbone, root):
     assert method.options.keys() == {"assistant_model", "num_assistant_tokens"}
 
 
+@pytest.mark.by_day("eagle-vllm", "heads-gloeckle")
 @pytest.mark.parametrize(("kind", "layout"), EVERY)
 def test_generate(kind, layout, root, capsys):
     texts = []

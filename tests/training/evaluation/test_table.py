@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tokenahead.training.evaluation.quality import BLEU, EXACT
+from tokenahead.training.evaluation.summary import BLEU, EXACT
 from tokenahead.training.evaluation.table import tables
 from tokenahead.training.results import MeasuredResults
 

@@ -8,7 +8,6 @@ from tests.ptp_models import backbone, ids, student
 from tests.training.ptp.test_exactness import Places, gradients
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 from tokenahead import PTPForCausalLM
-from tokenahead.training import PTPOptions
 from tokenahead.training.ptp.losses import LOSSES
 from tokenahead.training.ptp.tasks import MaskReader
 
@@ -119,11 +118,3 @@ def test_masks_learn_a_chain_whose_next_token_is_known(tmp_path):
     out = model.generate(rows[0]["input_ids"][None, :4], max_new_tokens=16, slot_budget="quadratic", do_sample=False,
                          pad_token_id=0, return_dict_in_generate=True)  # fmt: skip
     assert torch.equal(out.sequences[0], torch.arange(20) % 11) and out.speculation.backbone_calls <= 7
-
-
-def test_what_masks_cannot_learn_from(tmp_path):
-    with pytest.raises(ValueError, match="sequences='student'"):
-        trainer(student("mask"), tmp_path, sequences="student")
-    with pytest.raises(ValueError, match="variant='categorical'.*'mask'"):
-        trainer(student("mask"), tmp_path, method="inverse")
-    assert PTPOptions().greedy_share and not student("mask").config.greedy

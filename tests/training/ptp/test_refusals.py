@@ -10,16 +10,15 @@ from tokenahead.training import PTPTrainer
 from tokenahead.training.ptp.forwards import PackedBatch, Sequences
 
 
-def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **arguments):
+def trainer(tmp_path, data=None, processing_class=None, **arguments):
     how = TrainingArguments(tmp_path, max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **arguments)
     data = [{"input_ids": ids(8)}] * 4 if data is None else data
-    given = {"train_dataset": data, "compute_metrics": compute_metrics, "processing_class": processing_class}
+    given = {"train_dataset": data, "processing_class": processing_class}
     return PTPTrainer(student(), how, **given)
 
 
 def test_arguments_that_would_not_do(tmp_path):
     for arguments, message in [
-        ({"compute_metrics": lambda found: {}}, "compute_metrics="),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is for losses of labels"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
     ]:

@@ -14,7 +14,6 @@ from tokenahead.training.ptp.forwards import (
     Sequences,
     SlotInputs,
     Teacher,
-    at_columns,
     draw_starts,
     student_drafts,
 )
@@ -150,31 +149,6 @@ def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
     torch.testing.assert_close(losses[0], losses[1])
 
 
-def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
-    model = student("categorical", backbone().double())
-    own = trainer(model, tmp_path, method="inverse", completions=4, greedy_share=0.0)
-    with torch.no_grad():
-        found = own._task(model, own.data_collator(texts(backbone())), True)
-        u, reached, completions = found.u, found.reached, found.completions
-        # one forward confirms what was found step by step
-        distribution = found.packed.slots(found.inputs, logits_of).softmax(-1).unflatten(1, u[..., 1:].shape[1:])
-        first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
-    assert reached.sum() > 40
-    picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)
-    assert torch.equal(picked[reached], completions.tokens[reached])
-
-
-@pytest.mark.nightly
-def test_inverse_training_lowers_the_loss_without_a_teacher(tmp_path):
-    model = PTPForCausalLM.from_backbone(backbone(), "categorical", num_slots=3)
-    model.train_only("all")
-    own = trainer(model, tmp_path, steps=40, method="inverse", base_weight=1.0, eval_dataset=texts(backbone()))
-    before = own.evaluate()["eval_loss"]
-    own.train()
-    assert own.evaluate()["eval_loss"] < before - 0.5
-    assert "num_correct" not in own.state.log_history[0]
-
-
 @pytest.mark.nightly
 def test_a_one_hot_student_learns_what_uniforms_pick(tmp_path):
     data = texts(backbone(), count=64, length=16)
@@ -248,18 +222,13 @@ def moving() -> PTPForCausalLM:
 def test_bad_combinations(tmp_path):
     for make, options, error, message in [
         (backbone, {}, TypeError, "LlamaForCausalLM"),
-        (student, {"method": "inverse"}, ValueError, "variant='categorical'.*'one_hot'"),
-        (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "sampling=.*inverse"),
         (moving, {}, ValueError, "base_weight=0.*teacher="),
-        (student, {"base_weight": 1.0}, ValueError, "base_weight=1.0"),
     ]:
         with pytest.raises(error, match=message):
             trainer(make(), tmp_path, data=[], **options)
 
 
 def test_bad_teachers_and_data(tmp_path):
-    with pytest.raises(ValueError, match="teacher=.*method='inverse'"):
-        trainer(student("categorical"), tmp_path, method="inverse", teacher=backbone())
     other = backbone()
     other.config.vocab_size = VOCABULARY + 1
     with pytest.raises(ValueError, match="vocabulary.*12.*11"):

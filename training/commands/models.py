@@ -67,25 +67,20 @@ class Trainee:
 
 
 def build(settings: Settings) -> Trainee:
-    """Load the backbone, and load or make what drafts for it.
-
-    Raises:
-        ValueError: No model, a drafter or adapters that do not fit the model, or an option that is none.
-        OSError: A directory or a name that holds no model.
-    """
+    """Load the backbone, and load or make what drafts for it."""
     arguments, source = settings.drafter, settings.model.model_name_or_path
     if not source:
         raise ValueError("model_name_or_path is missing: a directory, or a name on the Hub")
     if has_adapters(source):
         raise ValueError(f"model_name_or_path={source} holds adapters of peft: merge them, and name the merged model")
     model = settings.model
-    options: Kwargs = {
-        "revision": model.model_revision,
-        "dtype": model.dtype or "float32",
-        "attn_implementation": model.attn_implementation,
-        "trust_remote_code": settings.training.trust_remote_code or None,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
+    options: Kwargs = {"dtype": model.dtype or "float32"}
+    if model.model_revision:
+        options["revision"] = model.model_revision
+    if model.attn_implementation:
+        options["attn_implementation"] = model.attn_implementation
+    if settings.training.trust_remote_code:
+        options["trust_remote_code"] = True
     if quantization := get_quantization_config(model):
         options |= {"quantization_config": quantization, "device_map": {"": settings.training.device}}
     with_modules = arguments.kind in ("own", "modules")
@@ -108,13 +103,12 @@ def _upcast_trainable(drafter: PreTrainedModel, training: TrainingArguments) -> 
 
     Around 0.03, numbers in bfloat16 lie 1.2e-4 apart: weights there do not follow steps of 5e-5.
     """
-    parts = learning_parts(drafter)
-    if not parts or drafter.dtype.itemsize >= torch.float32.itemsize:
+    if drafter.dtype.itemsize >= torch.float32.itemsize:
         return
-    if not training.fp16:
-        training.bf16, training.mixed_precision = True, "bf16"
-    for part in parts:
+    for part in learning_parts(drafter):
         part.to(torch.float32)
+        if not training.fp16:
+            training.bf16, training.mixed_precision = True, "bf16"
 
 
 def learning_parts(model: Any) -> list[torch.nn.Module]:
@@ -228,9 +222,6 @@ def draft_frequent_tokens(trainer: Trainer, trainee: Trainee, settings: Settings
     """Let a new drafter with `draft_vocab_size`, but no `draft_ids`, draft the most frequent tokens of what is scored.
 
     It is begun anew over these, in place, for its first weights may be rows of the backbone's unembedding.
-
-    Raises:
-        ValueError: A stream, or a size below the number of tokens that are always included.
     """
     options, rows = _drafter_options(settings.drafter), trainer.train_dataset
     size = options.get("draft_vocab_size")
@@ -301,9 +292,6 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
 
     The beginning of a chat is all before the last answer, of a row with a `prompt` that prompt, and of other rows the
     first `prompt_tokens` ids.
-
-    Raises:
-        ValueError: No directory, a stream, or a directory of other completions.
     """
     options = settings.drafter.options("regenerate")
     if not options:

@@ -26,6 +26,7 @@ from ..checkpoints import last_whole_checkpoint
 from ..loading import has_adapters, holds_model
 from ..parts import of_first
 from ..results import environment
+from ..strategy import TrainingStrategy
 from ..trainer_base import BaseTrainer, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import check_same, needs_extra, replace_file
@@ -99,11 +100,7 @@ def _begun(section: str, argv: Sequence[str]) -> tuple[Settings, Trainee]:
 
 
 def leave_processes() -> None:
-    """End the process group of a command whose work is done.
-
-    Threads of a group that is left to the destructors at exit may abort a process, and torchrun would call the run
-    failed.
-    """
+    """End the process group of a command whose work is done: left to destructors, its threads may abort a process."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -159,16 +156,14 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         "tokens_per_batch": settings.tokens_per_batch,
         "peft_config": get_peft_config(settings.model),
     }
-    if is_parallel(trainee.model):
-        strategy = drafter.options("strategy")
-        trainer_class, options["options"] = PTPSFTTrainer, ptp_options(drafter)
-        options["shard_backbone"] = strategy.pop("shard_backbone", False)
-        if strategy:
-            raise ValueError(f"strategy={strategy}: a PTPForCausalLM has loss_options and shard_backbone alone")
-    else:
-        trainer_class = MTPSFTTrainer
-        options["strategy"] = None if settings.model.use_peft else drafter.training_strategy()
-    return trainer_class(trainee.model, training, **options)
+    strategy = drafter.training_strategy()
+    if not is_parallel(trainee.model):
+        options["strategy"] = None if settings.model.use_peft else strategy
+        return MTPSFTTrainer(trainee.model, training, **options)
+    if strategy != TrainingStrategy(shard_backbone=strategy.shard_backbone):
+        raise ValueError(f"strategy={drafter.strategy}: a PTPForCausalLM has loss_options and shard_backbone alone")
+    options |= {"options": ptp_options(drafter), "shard_backbone": strategy.shard_backbone}
+    return PTPSFTTrainer(trainee.model, training, **options)
 
 
 def _callbacks(settings: Settings) -> list[TrainerCallback]:

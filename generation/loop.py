@@ -99,7 +99,10 @@ class SpeculativeLoop:
         return function(*args, **kwargs) if caller is None else caller(name, function, *args, **kwargs)
 
     def _read(self, length: int, drafted: DraftTree | None = None) -> tuple[DraftTree, TargetOutput, Tensor | None]:
-        """Draft, where nobody has, and call the backbone on b and the draft; return also `Cycle.numbers`."""
+        """Draft, where nobody has, and call the backbone on b and the draft.
+
+        Return also the numbers that drafts were chosen from, [B]: NaN or infinite where they are none.
+        """
         tree = drafted or self.session.propose(self.results.tokens, length)
         numbers = self.plan.draft_options.numbers.taken(tree.tokens.device)
         block = torch.cat([self.results.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
@@ -126,7 +129,7 @@ class SpeculativeLoop:
         return Cycle(tree, tree, outputs, scores, result, numbers)
 
     def _on_host(self, cycle: Cycle) -> Cycle:
-        """Let the host read what it needs."""
+        """Let the host read the cycle: `faults` are scores, and `strays` numbers of drafts, that are no numbers."""
         cycle.read(self._skipped())
         if any(cycle.strays):
             self._end_drafts(warns=not cycle.faults)  # else the backbone itself may be at fault
@@ -136,7 +139,7 @@ class SpeculativeLoop:
         """Count the new tokens, leave them in the cache, and show the session what was verified."""
         cycle = self._repaired(cycle) if cycle.faults else cycle
         new, accepted = self.results.take(cycle)
-        # the last token that a sequence keeps is a draft; where none is cut `first` would change nothing
+        # a sequence that was cut keeps fewer tokens than were accepted and added, and a draft is the last of them
         if self.results.stopping.holds and sum(new.counts) < sum(accepted) + len(accepted):
             cycle.result = cycle.result.first(new.on_device)
         self._move_on(cycle, new)
@@ -153,7 +156,7 @@ class SpeculativeLoop:
             self.plan.call.drafter.warn_of_numbers()
 
     def _repaired(self, cycle: Cycle) -> Cycle:
-        """Return another cycle in the place of one with faults, or raise the error that they are (`guarded`)."""
+        """Return another cycle in the place of one with faults, or raise an error (`GuardedLoop`, which calls run)."""
         raise NotImplementedError
 
     def _skipped(self) -> list[bool]:

@@ -216,7 +216,7 @@ def plan_of(
     model_kwargs: Kwargs,
     choose_tree: Callable[[CallOptions], CallOptions],
 ) -> Plan | str:
-    """Return what the loop does with what transformers prepared, or the reason for plain decoding.
+    """Return what the loop does with what transformers prepared, or the reason for plain decoding; "": none was asked.
 
     Args:
         call: Before that.

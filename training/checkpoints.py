@@ -124,6 +124,11 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         return {}
 
 
+def steps_of(checkpoint: str | Path) -> int:
+    """Return after how many steps a checkpoint was saved."""
+    return _state(Path(checkpoint)).get("global_step", 0)
+
+
 def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:
     """Refuse a checkpoint of another model or head, of which `Trainer` would load the tensors that happen to fit.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from importlib import metadata
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
@@ -22,7 +24,7 @@ from ... import __version__
 from ...generation.tensors.tensor_files import Fields
 from ...modeling.heads.joint import BACKBONE
 from ..acceptance_callback import AcceptanceCallback
-from ..checkpoints import last_whole_checkpoint
+from ..checkpoints import last_whole_checkpoint, steps_of
 from ..loading import has_adapters, holds_model
 from ..parts import of_first
 from ..results import environment
@@ -129,8 +131,11 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     if trainer.is_world_process_zero():
         write_facts(trainer, trainee, requested, settings)
     try:
-        store_features(trainer, settings)
-        trainer.train(resume_from_checkpoint=resumed)
+        if resumed is not None and 0 < training.max_steps <= steps_of(resumed):
+            _take_over(trainer, str(resumed))
+        else:
+            store_features(trainer, settings)
+            trainer.train(resume_from_checkpoint=resumed)
         training.push_to_hub = False  # the push comes once, at the end
         is_cast = not (trainer.is_fsdp_enabled or settings.model.use_peft)  # adapters are saved in float32
         for part in learning_parts(trainee.model) if is_cast else []:
@@ -142,6 +147,14 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     if pushes:
         trainer.push_to_hub(dataset_name=data_names)
     return trainer
+
+
+def _take_over(trainer: Trainer, checkpoint: str) -> None:
+    """Restore the end of a training, of which `Trainer` would make a further step: the model may not be saved yet."""
+    warnings.warn(f"{checkpoint} has done all of max_steps={trainer.args.max_steps}: nothing is left", stacklevel=2)
+    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    trainer._load_from_checkpoint(best or checkpoint)
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> BaseTrainer:

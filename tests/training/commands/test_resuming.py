@@ -108,3 +108,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(settings_of, 
     (folder / "model.safetensors").write_bytes(flipped((folder / "model.safetensors").read_bytes()))
     with pytest.raises(ValueError, match=r"checkpoint-3.*model.safetensors is damaged"):
         train(settings_of(**options, resume_from_checkpoint=str(folder)))
+
+
+@pytest.mark.by_day("lora")
+@pytest.mark.parametrize("run", ["heads only", "lora", "parallel"])
+def test_a_finished_run_makes_no_further_step(run, settings_of, tmp_path):
+    options = dict(max_steps=3, save_strategy="steps", save_steps=2, lr_scheduler_type="constant", **RUNS[run])
+    first = train(settings_of(**options))
+    wanted = first.accelerator.unwrap_model(first.model).state_dict()
+    weights = tmp_path / "run" / "model.safetensors"
+    saved = weights.read_bytes()
+    weights.unlink()  # as if the machine had failed just before
+    with pytest.warns(UserWarning, match="3.*max_steps=.*3"):
+        again = train(settings_of(**options, resume_from_checkpoint="true"))
+    assert weights.read_bytes() == saved and losses(again) == losses(first)
+    for name, value in again.accelerator.unwrap_model(again.model).state_dict().items():
+        assert torch.equal(value, wanted[name]), name

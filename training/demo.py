@@ -224,9 +224,12 @@ def run_demo(
         console: None: the standard output.
 
     Raises:
+        FileExistsError: The directory holds files, and no results of an earlier run.
         ValueError: Nothing could be measured.
     """
     console, output = console or Console(highlight=False, emoji=False), Path(output)
+    if any(output.glob("*")) and not (output / RESULTS).is_file():
+        raise FileExistsError(f"--output {output} holds files that the demo did not make: name another directory")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     console.print(f"{subject.words}. {hardware()}; about {measurement.seconds:g} seconds.", markup=False)

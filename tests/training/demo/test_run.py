@@ -75,6 +75,12 @@ def test_a_damaged_file_is_named_before_anything_is_measured(box: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_someone_elses_directory_is_refused(box: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="--output"):
+        run_demo(Measurement(**FEW), box_model(box), tmp_path)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Directories of a model with a chat template, and of heads for it."""

@@ -169,13 +169,6 @@ def test_attach_within_the_call_is_refused_by_name(kind, more):
         assert vars(model).keys() == before.keys() and model.generate(PROMPT, **OPTIONS).equal(plain)
 
 
-def test_another_models_drafter_asks_for_attach():
-    for kind in ["ngram", "assistant", "suffix", "heads", "eagle", "cascade"]:
-        drafter = WITHIN[kind](backbone())
-        with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-            backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
-
-
 DEFAULTS = MAKE | {
     "eagle": lambda model: EagleHead.from_backbone(model),
     "student": lambda model: PTPStudent.from_backbone(model, num_slots=3),
@@ -224,14 +217,3 @@ def test_a_default_serves_pipelines_and_adapters_and_no_other_loop():
     assert torch.equal(with_assistant, larger.generate(PROMPT[:1], **options))
     lookup = model.generate(PROMPT[:1], **OPTIONS | {"attention_mask": None}, prompt_lookup_num_tokens=2)
     assert torch.equal(lookup, plain)
-
-
-def test_use_mtp_without_a_named_drafter_says_what_to_do():
-    model = backbone()
-    NgramDrafter().attach(model)
-    message = r"use_mtp=True.*LlamaForCausalLM.*NgramDrafter.*assistant_model=.*attach\(backbone, default=True\)"
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, **OPTIONS, use_mtp=True)
-    model.generation_config.use_mtp = True
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, **OPTIONS)

@@ -42,16 +42,6 @@ def test_speculates_by_default_and_says_what_it_did(trained):
         at += count + 1
 
 
-def test_one_backbone_call_per_cycle(trained, monkeypatch):
-    calls = []
-    original = type(trained.model).forward
-    monkeypatch.setattr(
-        type(trained.model), "forward", lambda self, *a, **k: calls.append(1) or original(self, *a, **k)
-    )
-    out = trained.generate(PROMPT, **GREEDY, **DICT)
-    assert len(calls) == out.speculation.backbone_calls == 1 + len(out.speculation.accepted)
-
-
 @pytest.mark.by_day("1", "31", "33")
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65])
 def test_prompts_of_any_length(trained, length):

@@ -59,20 +59,6 @@ def test_stop_strings(pair):
             model.generate(IDS[:1], **common, **extra)
 
 
-@pytest.mark.by_day("heads")
-def test_several_return_sequences_with_use_mtp(pair):
-    for place in PLACES:
-        model, extra, _ = pair
-        fields = fields_on(place, model, use_mtp=True, num_return_sequences=3, do_sample=True)
-        common = {
-            name: value for name, value in GREEDY.items() if name == "attention_mask" or place != "passed"
-        } | fields
-        if place == "own":
-            del common["do_sample"]
-        out = model.generate(IDS, **common, **extra, **DICT)
-        assert out.sequences.shape == (6, 22) and len(out.speculation.rows_drafts) == 6
-
-
 @pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("managed", [False, True])
 def test_peers_of_sharded_models_are_found_as_transformers_does(pair, managed, monkeypatch):

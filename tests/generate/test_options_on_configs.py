@@ -66,21 +66,6 @@ def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     assert torch.equal(model.generate(PROMPT, generation_config=config, seed=4), other)
 
 
-def test_what_a_config_says_is_checked_as_what_a_call_says():
-    for fields, message in [
-        ({"draft_tree": {"depth": 1, "width": 2}}, "draft_tree=.*{'depth': 1, 'width': 2}"),
-        ({"slot_budget": 5}, "slot_budget=.*DeepSeekMTP"),
-        ({"seed": 1}, "seed="),
-    ]:
-        model = modules()
-        with pytest.raises(ValueError, match=message):
-            model.generate(PROMPT, generation_config=GenerationConfig(**fields, **PLAIN))
-        for name, value in fields.items():
-            setattr(model.generation_config, name, value)
-        with pytest.raises(ValueError, match=message):
-            model.generate(PROMPT, **PLAIN)
-
-
 OTHERS = {
     "ngram": (lambda model: NgramDrafter(), TREE, "of n-grams must be"),
     "assistant": (lambda model: AssistantDrafter(llama()), TREE, "AssistantDrafter drafts chains only"),

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
 
 from tests.backbones import prompts
-from tests.models import left_padded, trained_model
+from tests.models import left_padded
 from tests.ptp_models import CONFIGS, student
 from tests.ptp_models import backbone as ptp_backbone
 from tokenahead import MTPHeads, NgramDrafter, PTPStudent
@@ -94,12 +94,6 @@ def test_one_token_at_a_time_on_a_static_cache():
     options = batch | given(batch, "position_ids") | dict(do_sample=True, max_new_tokens=12, pad_token_id=0, seed=3)
     cache = StaticCache(config=model.config, max_cache_len=64)
     assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False, past_key_values=cache))
-
-
-def test_positions_that_a_model_does_not_read():
-    model, batch = trained_model(), left_padded([torch.arange(100, 109), torch.arange(120, 134)])
-    options = batch | given(batch, "position_ids") | GREEDY
-    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
 
 
 def test_trials_of_trees_are_given_them_too(monkeypatch):

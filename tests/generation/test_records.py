@@ -86,20 +86,6 @@ def test_only_what_was_asked_for():
         assert all(value is None for value in entries.values())
 
 
-def test_nothing_is_kept_without_a_dict():
-    records = recorded(calls(), **ALL, return_dict_in_generate=False)
-    assert records.per_token([6, 1], pad=0) == (None, None, None)
-    assert not any(row for rows in records.steps.values() for row in rows)
-    assert records.prompt is None
-
-
-def test_one_token_only():
-    made = calls([[1, 1]])
-    scores, logits, hidden = recorded(made, **ALL).per_token([1, 1], pad=0)
-    assert torch.equal(scores[0], made[0].scores[:, 0]) and torch.equal(logits[0], made[0].logits[:, 0])
-    assert len(scores) == len(logits) == len(hidden) == 1
-
-
 @pytest.mark.core
 def test_steps_that_were_verified_and_not_kept_are_dropped():
     """A stop string inside a block: records take the block, and are cut afterwards."""

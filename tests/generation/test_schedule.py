@@ -101,21 +101,6 @@ def test_a_slow_hiccup_does_not_change_the_mind():
     assert schedule.length() >= 4
 
 
-def test_generate_adapts_and_stays_lossless(trained):
-    prompt = torch.arange(100, 112)[None]
-    options = dict(do_sample=False, max_new_tokens=60)
-    trained.schedules.clear()
-    out = trained.generate(
-        prompt,
-        num_assistant_tokens_schedule="adaptive",
-        num_assistant_tokens=5,
-        return_dict_in_generate=True,
-        **options,
-    )
-    assert torch.equal(out.sequences, trained.generate(prompt, use_mtp=False, **options))
-    assert max(map(len, out.speculation.drafts)) <= 5 and [] in out.speculation.drafts
-
-
 @pytest.mark.core
 def test_a_call_begins_with_what_calls_of_its_kind_have_learned(trained):
     options = dict(do_sample=False, max_new_tokens=20, num_assistant_tokens_schedule="adaptive")

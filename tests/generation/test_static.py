@@ -16,7 +16,6 @@ from tests.ptp_models import VOCABULARY, student
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
-from tokenahead.experimental import best_of
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.tensors import buffers as buffers_module
@@ -163,40 +162,10 @@ def test_calls_of_two_threads_share_no_buffer():
     assert all(map(torch.equal, texts, plain * 3))
 
 
-@pytest.mark.nightly
-def test_an_adaptive_length_needs_a_graph_of_single_tokens():
-    model, options = model_of("gemma3"), {"num_assistant_tokens_schedule": "adaptive", "compile_config": compiled()}
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    decoded(model, drafter, 5, **options)
-    assert graphs() == 2
-    decoded(model, drafter, 6, **options)
-    assert graphs() == 0
-
-
-@pytest.mark.nightly
-def test_texts_equal_those_of_a_compiled_plain_decoding():
-    model, batch, options = model_of("mistral"), left_padded(prompts(4)), {"compile_config": compiled()}
-    plain = model.generate(**batch, **GREEDY, cache_implementation="static", **options)
-    drafter = NgramDrafter(longest=1).attach(model)
-    assert torch.equal(model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, **options).sequences, plain)
-
-
 def test_processors_that_are_no_accelerators_compile_nothing_unasked():
     model = model_of("gemma3")
     drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
     assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
-
-
-@pytest.mark.nightly
-def test_outputs_of_a_compiled_forward_are_kept():
-    model, batch = model_of("llama"), left_padded(prompts(4))
-    wanted = dict(output_hidden_states=True, output_logits=True, output_scores=True)
-    plain = model.generate(**batch, **GREEDY, **wanted, return_dict_in_generate=True)
-    drafter = NgramDrafter(longest=1).attach(model)
-    out = model.generate(**batch, **GREEDY, **STATIC, **wanted, assistant_model=drafter, compile_config=compiled())
-    torch.testing.assert_close(torch.stack(out.logits), torch.stack(plain.logits), atol=1e-9, rtol=0)
-    for one, other in zip(out.hidden_states[1:], plain.hidden_states[1:]):
-        torch.testing.assert_close(torch.stack(one), torch.stack(other), atol=1e-9, rtol=0)
 
 
 @pytest.mark.by_day("mistral")
@@ -258,18 +227,6 @@ def test_slots_ride_along_in_one_graph(model, options):
         out = model.generate(**batch, **GREEDY, **STATIC, **options)
         assert torch.equal(out.sequences, plain) and graphs() == number
         accepted |= set().union(*out.speculation.rows_accepted)
-
-
-@pytest.mark.nightly
-def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
-    batch = left_padded(prompts(4, VOCABULARY))
-    for model in (student(), best_of(student(), 2)):
-        sampled = GREEDY | dict(do_sample=True, seed=[1, 2, 3, 4], use_mtp=True)
-        expected = model.generate(**batch, **sampled)
-        static = dict(cache_implementation="static", compile_config=compiled())
-        assert torch.equal(model.generate(**batch, **sampled, **static), expected)
-        graphs()
-        assert torch.equal(model.generate(**batch, **sampled, **static), expected) and graphs() == 0
 
 
 def test_layers_that_take_no_fixed_room_decode_plainly():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tokenahead import EagleHead, MTPHeads, Speculation
+from tokenahead import MTPHeads, Speculation
 from tokenahead.generation.trees import choice
 from tokenahead.generation.trees.choice import chain_options, fastest_tree
 
@@ -137,15 +137,6 @@ def test_a_tree_is_chosen_once_and_then_decodes_as_if_it_had_been_given(do_sampl
     assert counts[0] > counts[1] == counts[2] == outs[0].speculation.backbone_calls
     heads.detach()
     assert heads.attach(model).tree_choices == {}
-
-
-def test_eagle_heads_choose_too_and_write_the_backbones_text():
-    model = backbone()
-    head = EagleHead.from_backbone(model, version=1).eval()
-    prompt = torch.randint(2, 48, (1, 6))
-    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)
-    got = model.generate(prompt, assistant_model=head, draft_tree="auto", num_assistant_tokens=3, **options)
-    assert torch.equal(got, model.generate(prompt, **options)) and set(head.tree_choices) == {False}
 
 
 def test_a_text_that_ends_at_once_is_not_remembered():

@@ -9,7 +9,7 @@ import torch
 
 from tests import tree_worlds
 from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length, texts
+from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, first_of_length, texts
 from tokenahead.generation.contract import DraftTree, follow
 from tokenahead.generation.tensors.sampling import draw
 from tokenahead.generation.trees.building import drawn_tree, joined_chains, of_real
@@ -161,23 +161,6 @@ def test_enumeration_notices_a_rule_judged_by_the_other(monkeypatch):
     right = tree_acceptance
     monkeypatch.setattr(tree_worlds, "tree_acceptance", lambda tree, p, rule: right(tree, p, "token"))
     assert (emitted_distribution(world, tree, chance, "block") - world.target()).abs().max() > 1e-3
-
-
-def expected_accepted(world: World, parents: list[int], replacement: bool, rule: str) -> torch.Tensor:
-    tree, chance = all_trees(world, parents, replacement)
-    accept, _ = tree_acceptance(tree, world.along(world.p, tree), rule)
-    return (chance * (ends(tree, accept, rule) * tree.positions()).sum(1)).view(2, -1).sum(1)
-
-
-def test_traversal_keeps_more_than_recursive_rejection():
-    """On average: on trees, other than on chains, there are worlds in which it keeps less."""
-    for shape in [name for name, parents in SHAPES.items() if depth_of(parents) > 1]:
-        gains = []
-        for seed in range(4):
-            world = World("plain", depth_of(SHAPES[shape]), seed)
-            block, token = (expected_accepted(world, SHAPES[shape], False, rule) for rule in RULES[::-1])
-            gains.append(block - token)
-        assert torch.stack(gains).mean() > 1e-3
 
 
 def traverse(tree: DraftTree, p: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -253,14 +253,6 @@ def test_first_draws_have_more_below_them_than_later_ones():
     assert tree.parents.tolist() == [[-1] * 6 + [0, 0, 0, 1, 2, 3]]
 
 
-def test_likely_draws_have_more_below_them_than_unlikely_ones():
-    distribution = torch.tensor([[0.9, 0.06, 0.04]]).expand(400, 3)
-    tree = drawn_tree(distribution, same_distribution_everywhere(distribution), depth=1, top_k=2, total_tokens=5)
-    sure, children = tree.tokens[:, 0] == 0, (tree.parents[:, 2:] == 0).sum(1)
-    assert 0.8 < sure.float().mean() < 1
-    assert (children[sure] == 2).all() and (children[~sure] == 1).all()
-
-
 def test_tokens_that_cannot_be_drawn_have_no_place_where_others_can():
     """Three tokens can come first and two behind each of them, which are all that the tree has room for."""
     first, second = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0]]), torch.tensor([[0.5, 0.5, 0, 0]])

@@ -230,20 +230,6 @@ def test_a_runner_of_another_version_is_refused(runner_class):
         listen()
 
 
-def test_heads_that_do_not_fit(runner_class, tmp_path):
-    base, _ = saved("ff full", tmp_path)
-    with pytest.raises(ValueError, match="vocab_size.*5.*80"):
-        HeadProposer(configuration(backbone(vocab_size=80), tmp_path))
-    layered = MTPHeads.from_backbone(base, window=3, head_type="layer")
-    layered.save_pretrained(tmp_path / "layer")
-    with pytest.raises(ValueError, match="head_type=.*'layer'"):
-        HeadProposer(configuration(base, tmp_path / "layer", count=2))
-    proposer = HeadProposer(configuration(base, tmp_path))
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="weight"):
-        proposer.load_model(served(base))
-
-
 def test_a_shard_of_the_unembedding_is_gathered_or_refused(runner_class, tmp_path, caplog):
     """vLLM's own method gathers; where it gives a rank nothing, shared leaves are refused and full ones work."""
     for kind, works in (("cp", False), ("ff full", True)):

@@ -188,43 +188,6 @@ def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_process
         assert (torch.stack(first.scores)[torch.arange(NEW_TOKENS), row, text[-NEW_TOKENS:]] > -torch.inf).all()
 
 
-@pytest.mark.by_day("scalar-one_hot", "threshold-categorical")
-@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
-@pytest.mark.parametrize("features", ["bits", "arithmetic", "threshold", "scalar", "interpolate"])
-def test_save_load_and_generate(variant, features, tmp_path):
-    model = tiny(variant, features=features, projection="mlp" if features == "scalar" else "linear")
-    model.save_pretrained(tmp_path)
-    again = PTPForCausalLM.from_pretrained(tmp_path).eval()
-    ids, u = torch.tensor([[1, 2, 3, 4]]), torch.rand(1, 3)
-    with torch.no_grad():
-        assert torch.equal(model(ids, uniforms=u).logits, again(ids, uniforms=u).logits)
-    options = {"do_sample": True, "max_new_tokens": 12, "verification": "coupled", "seed": 3}
-    assert torch.equal(model.generate(ids, **options), again.generate(ids, **options))
-
-
-def test_bad_input_to_generate():
-    for options, message in [
-        ({"uniforms": torch.tensor([[0.5, 1.0, 0.1]])}, "uniforms.*0.*1"),
-        ({"uniforms": torch.rand(1, 2)}, "uniforms.*1.*2"),
-        ({"uniforms": torch.rand(1, 3), "verification": "block"}, "verification='coupled'"),
-        ({"uniforms": torch.rand(1, 3), "seed": 1}, "not both"),
-        ({"uniforms": torch.rand(1, 3), "do_sample": False}, "uniforms="),
-        ({"slot_budget": 0}, "slot_budget=.*0.*2"),
-        ({"uniforms": torch.rand(1, 0)}, r"uniforms.*\(1, 0\)"),
-        ({"verification": "coin"}, "verification='coin'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            tiny("one_hot").generate(torch.tensor([[1, 2]]), **({"do_sample": True, "max_new_tokens": 3} | options))
-
-
-def test_what_the_best_of_many_cannot_be():
-    with pytest.raises(ValueError, match="many=0"):
-        best_of(tiny("one_hot"), 0)
-    for options in ({"uniforms": torch.rand(1, 3)}, {"verification": "block"}):
-        with pytest.raises(ValueError, match="best_of.*coupled"):
-            best_of(tiny("one_hot"), 2).generate(torch.tensor([[1, 2]]), do_sample=True, max_new_tokens=3, **options)
-
-
 def test_where_nothing_is_set_the_distribution_is_the_one_that_was_learned():
     model = official()
     learned = decode(model, prompts(1), do_sample=True, seed=3)

@@ -5,7 +5,6 @@ import torch
 
 from tests.models import left_padded
 from tests.ptp_models import backbone, ids, student
-from tokenahead.testing import chi_square
 
 BUDGETS = ["quadratic", "linear", 2, None]
 
@@ -56,24 +55,3 @@ def test_linear_decoding_takes_a_plain_step_after_a_rejection():
         for (drafted, accepted), (following, _) in zip(cycles, cycles[1:]):
             assert following == (size if accepted == drafted else 0)
         assert set(cycles) >= {(0, 0), (size, 0), (size, 1)}
-
-
-@pytest.mark.by_day("token-linear", "coupled-None")
-@pytest.mark.parametrize(("rule", "budget"), [("block", "quadratic"), ("token", "linear"), ("coupled", None)])
-def test_sampled_text_has_the_distribution_of_the_backbone(rule, budget):
-    torch.manual_seed(5)
-    model, prompt = masked(), torch.tensor([[1, 2, 3]])
-    outcomes, distribution = prompt, torch.ones(1, dtype=torch.float64)
-    for _ in range(5):  # three tokens are possible at each position: 243 outcomes
-        with torch.no_grad():
-            values, tokens = model(outcomes).logits[:, -1].topk(3)
-        distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()
-        outcomes = torch.cat([outcomes.repeat_interleave(3, 0), tokens.flatten()[:, None]], dim=1)
-    rows = prompt.expand(3000, -1)
-    options = {"do_sample": True, "temperature": 3.0, "top_k": 3, "verification": rule}
-    options |= {} if budget is None else {"slot_budget": budget}
-    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "pad_token_id": 0}
-    out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True, **options)
-    found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
-    assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
-    assert {1, 2} <= set().union(*out.speculation.rows_accepted)

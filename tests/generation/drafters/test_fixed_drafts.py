@@ -209,17 +209,6 @@ def nothing(ids, scores):
     return scores
 
 
-@pytest.mark.by_day("FakeGraph-EAGLE-1 grown")
-@pytest.mark.parametrize("name", RECORDED)
-def test_the_host_may_stand_between_draft_and_verification(name, fake):
-    make, options = RECORDED[name]
-    drafter, call = make(), options | {"max_new_tokens": 16, "do_sample": False, "logits_processor": [nothing]}
-    batch = left_padded(prompts(3, VOCABULARY))
-    (text, _, _), graphs = decoded(drafter, batch, **call, **STATIC)
-    assert text == decoded(drafter, batch, **call)[0][0]
-    assert graphs.replayed["forward"] > 2 and graphs.reasons == {"cycle": "nothing, which the host calls"}
-
-
 @pytest.mark.by_day("n-grams, branches", "slots")
 @pytest.mark.parametrize(
     "name", ["n-grams", "n-grams, branches", "suffixes", "recycled", "lookahead", "EAGLE-1 chain", "slots"]

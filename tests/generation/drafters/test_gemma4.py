@@ -11,7 +11,7 @@ from transformers import (
 
 from tests.assisted import assisted_generate
 from tests.backbones import check_greedy, plain_continuations, prompts
-from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
+from tests.gemma4_models import WINDOW, assistant, read, trained_pair
 from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter
@@ -120,17 +120,6 @@ def test_distributions_are_those_of_transformers_own_forward():
         torch.testing.assert_close(tree.probs[row], expected[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_threshold_ends_drafts(plain_pair):
-    model, drafter = plain_pair
-    prompt = prompts(4)[3][None]
-    common = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
-    out = model.generate(
-        prompt, assistant_model=drafter, assistant_confidence_threshold=0.5, return_dict_in_generate=True, **common
-    )
-    assert torch.equal(out.sequences, model.generate(prompt, **common))
-    assert len({len(draft) for draft in out.speculation.rows_drafts[0][:8]}) > 1
-
-
 def test_transformers_own_loop_takes_the_drafts(plain_pair):
     """Through `CandidateAdapter`, past our patch."""
     model, drafter = plain_pair
@@ -165,17 +154,3 @@ def test_folders(tmp_path):
         drafter.model.float().save_pretrained(tmp_path / "again")
         first, second = ((folder / "config.json").read_text().splitlines() for folder in (tmp_path, tmp_path / "again"))
         assert all('"dtype"' in line for line in set(first) ^ set(second))
-
-
-@pytest.mark.parametrize(
-    ("model", "small", "message"),
-    [
-        (gemma4, lambda: assistant(40), "vocab_size.*Gemma4AssistantForCausalLM.*40"),
-    ],
-    ids=["vocabulary"],
-)
-def test_backbones_that_it_was_not_made_for(model, small, message):
-    model = model()
-    with pytest.raises(ValueError, match=message):
-        AssistantDrafter(small()).attach(model)
-    assert "generate" not in vars(model)

@@ -211,13 +211,6 @@ def test_scopes_are_kept_bounded_and_forgotten(tmp_path):
     assert not drafter.scopes
 
 
-def test_a_scope_that_is_none_is_named():
-    for scope in [1.5, ["a", "b", "c"], [], ["a", None], ("a", 2.0), {"a": 1}]:
-        model = backbone()
-        with pytest.raises(ValueError, match="scope="):
-            calls(model, torch.tensor([[3, 4], [5, 6]]), SuffixDrafter().attach(model), scope=scope)
-
-
 def test_text_of_another_vocabulary_is_refused(tmp_path):
     drafter, small, large = SuffixDrafter(), backbone(vocabulary=40), backbone(vocabulary=64)
     drafter.add([[1, 2, 60, 3], [1, 2]])

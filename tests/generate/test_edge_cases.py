@@ -102,16 +102,6 @@ def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tm
     assert rules == ["token", "block", "token"]
 
 
-@pytest.mark.by_day("heads")
-def test_an_early_exit_is_refused_and_cuts_no_layers(speculating):
-    for use_mtp in [None, False]:
-        before = speculating.model.config.num_hidden_layers
-        with pytest.raises(ValueError, match="assistant_early_exit=.*1"):
-            speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
-        assert speculating.model.config.num_hidden_layers == before
-        assert len(speculating.model.get_decoder().layers) == before
-
-
 @pytest.mark.by_day("heads-2", "ngram-1")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_prompt_of_embeddings(speculating, rows):

@@ -98,13 +98,6 @@ def test_a_call_leaves_nothing_behind(pair):
     assert vars(model).keys() == before.keys() and config.to_dict() == fields
 
 
-def test_positional_arguments_are_those_of_transformers(pair):
-    model, extra, plain = pair
-    config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    want = model.generate(IDS, config, attention_mask=GREEDY["attention_mask"], **plain)
-    assert torch.equal(model.generate(IDS, config, None, attention_mask=GREEDY["attention_mask"], **extra), want)
-
-
 def test_a_users_own_decoding_method_is_called(pair):
     model, extra, plain = pair
     want = model.generate(IDS, **GREEDY, **plain)

@@ -237,18 +237,12 @@ class Wide(AutomatonProcessor):
         return torch.arange(V + 2) > V
 
 
-class Whole(Wide):
-    def allowed(self, state):
-        return torch.zeros(V)
-
-
 def test_masks_beyond_the_vocabulary_are_refused():
     for way, message in [
         ({"prefix_allowed_tokens_fn": lambda row, ids: [3, V]}, f"token {V}.*{V - 1}"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [-1]}, "token -1"),
         ({"logits_processor": [Wide()]}, f"Wide.*{V + 1}.*{V - 1}"),
         ({"logits_processor": [only(torch.ones(V + 1).bool())]}, f"TableAutomaton.*{V}.*{V - 1}"),
-        ({"logits_processor": [Whole()]}, "Whole.*float32.*bool"),
     ]:
         model, ids = backbone(), prompts(1)[0][None]
         drafter = NgramDrafter().attach(model)

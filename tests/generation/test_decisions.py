@@ -372,19 +372,6 @@ def test_a_second_draw_is_likely_where_nothing_else_is_left():
     assert tree.parents.tolist() == [[-1, -1, 0, 1]]
 
 
-class Offers(LogitsProcessor):
-    """Offers the mask of what it excludes, and counts how often it is asked."""
-
-    asked = 0
-
-    def allowed(self, sequences):
-        self.asked += 1
-        return torch.arange(V).expand(len(sequences), -1) != 1
-
-    def __call__(self, input_ids, scores):
-        return scores.masked_fill(torch.arange(V) == 1, -torch.inf)
-
-
 class Late(LogitsProcessor):
     """Counts its calls after five ids, and excludes a token by their number."""
 

@@ -67,15 +67,3 @@ def test_greedy_verification_follows_the_argmax():
     scores = torch.nn.functional.one_hot(torch.tensor([[2, 0, 3, 0, 0, 1]]), 5).float()
     nodes, accepted, added = verify_tree_greedy(tree, scores)
     assert (nodes.tolist(), accepted.tolist(), added.tolist()) == ([[1, 4, -1, -1, -1]], [2], [1])
-
-
-def greedy_tokens(draft: torch.Tensor, scores: torch.Tensor) -> list[list[int]]:
-    result = follow(DraftTree.chain(draft), scores.argmax(-1))
-    accepted, best = result.num_accepted, result.tokens
-    assert best.shape == scores.shape[:2] and best.dtype == accepted.dtype == torch.long
-    return [row[: count + 1].tolist() for row, count in zip(best, accepted)]
-
-
-def test_greedy_with_nothing_drafted_adds_the_argmax():
-    scores = torch.tensor([[[0.0, 2.0, 1.0]], [[3.0, float("-inf"), 1.0]]])
-    assert greedy_tokens(torch.empty(2, 0, dtype=torch.long), scores) == [[1], [0]]

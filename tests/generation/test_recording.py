@@ -185,19 +185,6 @@ def test_copies_do_not_learn():
     assert copy.deepcopy((model, heads))[1].recorder is None and heads.recorder is not None
 
 
-def test_a_policy_that_changes_its_sizes_is_refused_by_name():
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=3)
-    learner, _ = learned(heads)
-    model.resize_token_embeddings(60)
-    with pytest.raises(ValueError, match="vocab_size"):
-        learner.update()
-    with pytest.raises(ValueError, match="width"):
-        learner.buffer.write(
-            [[]], torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 3).long(), NewTokens([1], torch.device("cpu"))
-        )
-
-
 @pytest.mark.parametrize("head", [{}, {"head_type": "cp", "rank": 2}], ids=["ff", "cp"])
 def test_of_a_model_that_drafts_for_itself_the_drafting_heads_alone_learn(head):
     model = tiny_model(num_pred_heads=4, mtp_head=head or None)

@@ -98,7 +98,3 @@ def test_steps_that_were_verified_and_not_kept_are_dropped():
     assert len(scores) == len(logits) == len(hidden) == 4
     assert torch.equal(scores[1][1], made[1].scores[1, 0]) and torch.isneginf(scores[2][1]).any()
     assert len(records.scores_of(3)) == 3
-
-
-def test_scores_that_are_not_recorded_are_not_shown():
-    assert recorded(calls(), output_logits=True).scores_of(2) is None

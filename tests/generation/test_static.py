@@ -130,27 +130,6 @@ def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
         assert torch.equal(again, model.generate(**batch, **GREEDY | {"max_new_tokens": NEW + 8}))
 
 
-@pytest.mark.nightly
-def test_what_a_call_kept_goes_with_its_model_and_fits_only_its_sizes():
-    model = model_of("llama")
-    drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
-    for rows in (4, 2, 4):
-        batch = {name: tensor[:rows] for name, tensor in left_padded(prompts(4)).items()}
-        out = model.generate(**batch, **options, assistant_model=drafter)
-        assert torch.equal(out.sequences, model.generate(**batch, **GREEDY))
-        kept = buffers_module._KEPT[model].tensors.values()
-        assert {len(tensor) for tensor in kept if tensor.dim() > 1} == {rows}
-    with torch.inference_mode():
-        assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
-    assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
-    before = len(buffers_module._KEPT)
-    drafter.detach()
-    torch._dynamo.reset()
-    del model, drafter, out
-    gc.collect()
-    assert len(buffers_module._KEPT) < before
-
-
 def test_calls_of_two_threads_share_no_buffer():
     model, batches = model_of("llama"), [left_padded(prompts(4, seed=seed)) for seed in (5, 6)]
     drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())

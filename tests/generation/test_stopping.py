@@ -56,11 +56,7 @@ CRITERIA = {
     "length": lambda: [MaxLengthCriteria(PROMPT + 5)],
     "eos and length": lambda: [MaxLengthCriteria(PROMPT + 5), EosTokenCriteria(3)],
     "strings": lambda: [StopStringCriteria(tokenizer(), ["stop", "yy"])],
-    "all": lambda: [
-        MaxLengthCriteria(PROMPT + 6),
-        StopStringCriteria(tokenizer(), ["stop"]),
-        EosTokenCriteria([7]),
-    ],
+    "all": lambda: [MaxLengthCriteria(PROMPT + 6), StopStringCriteria(tokenizer(), ["stop"]), EosTokenCriteria([7])],
     "time": lambda: [MaxTimeCriteria(max_time=1.0, initial_timestamp=0.0)],
     "none": list,
 }

@@ -43,14 +43,6 @@ def test_the_fastest_tree_is_chosen_and_trials_are_few():
     assert fastest_tree(lambda tree: None, 3) is None
 
 
-def test_a_length_between_those_that_were_tried_may_pay_best():
-    def trial(tree):
-        length = tree["depth"] + 1
-        return stats(tree, 1.0 + 0.05 * length if length <= 4 else 3.0, [min(length, 3)] * 20)
-
-    assert fastest_tree(trial, 8) == chain_options(3)
-
-
 def test_a_length_before_a_step_of_the_costs_is_found():
     def trial(tree):
         length = tree["depth"] + 1
@@ -58,18 +50,6 @@ def test_a_length_before_a_step_of_the_costs_is_found():
 
     # on the line between 2 and 4 tokens, 3 would take 1.3 and yield as many tokens a second as 2
     assert fastest_tree(trial, 8) == chain_options(3)
-
-
-@pytest.mark.parametrize("slow", [range(1, 3), range(1, 5), range(3, 5), range(4, 7), range(9, 12)])
-def test_a_machine_that_is_slow_for_a_while_does_not_decide(slow):
-    numbers = iter(range(100))
-
-    def trial(tree):
-        length, is_slow = tree["depth"] + 1, next(numbers) in slow
-        seconds = (1.6 if is_slow else 1.0) * (1.0 + 0.1 * length) * (1 if tree["top_k"] == 1 else 2)
-        return stats(tree, seconds, [min(count, length) for count in (0, 0, 0, 0, 0, 1, 1, 2, 2, 3)] * 2)
-
-    assert fastest_tree(trial, 8)["depth"] + 1 in (2, 3)
 
 
 def test_a_lucky_trial_of_a_wider_tree_is_not_believed():
@@ -98,20 +78,6 @@ def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain():
             )
             texts.append((out.sequences, out.speculation))
         assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
-
-
-@pytest.mark.core_cases("own0-asked0")
-@pytest.mark.parametrize(
-    ("own", "asked"), [({"use_mtp": False}, {"use_mtp": True}), ({"num_beams": 2}, {"num_beams": 1})]
-)
-def test_trials_are_those_of_the_call_and_not_of_the_models_own_config(own, asked):
-    model, prompt = backbone(), torch.randint(2, 48, (1, 5))
-    heads = MTPHeads.from_backbone(model, window=3)
-    model.generation_config.update(**own)
-    common = dict(max_new_tokens=6, do_sample=False, **asked)
-    text = model.generate(prompt, assistant_model=heads, draft_tree="auto", **common)
-    assert set(heads.tree_choices) == {False}
-    assert torch.equal(text, model.generate(prompt, **common | {"use_mtp": None}))
 
 
 @pytest.mark.by_day("True")

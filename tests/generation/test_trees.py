@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.tensors.sampling import race_order
 from tokenahead.generation.trees import building as growth
 from tokenahead.generation.trees.building import (
     choices_from_accuracies,
@@ -24,7 +23,6 @@ from tokenahead.generation.trees.building import (
     ranked_tree,
     static_tree,
 )
-from tokenahead.testing import chi_square
 
 DATA = Path(__file__).parent.parent / "data" / "trees"
 GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")
@@ -63,11 +61,6 @@ def test_a_chain_is_a_tree():
         assert DraftTree.chain(draft, num_nodes=counts).real().tolist() == [
             [i < n for i in range(length)] for n in (0, 1, 2)
         ]
-
-
-def test_a_chain_keeps_the_drafters_distributions_as_they_are():
-    q = torch.rand(2, 3, 5)
-    assert DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), q).probs is q
 
 
 def test_tensors_made_in_inference_mode_serve_outside():
@@ -269,14 +262,6 @@ def test_a_sure_drafter_draws_long_paths():
             distribution, same_distribution_everywhere(distribution), depth=5, top_k=top_k, total_tokens=7
         )
         assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4]] and tree.tokens.unique().tolist() == [3]
-
-
-def test_draws_without_replacement_come_in_the_order_of_their_distribution():
-    weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(40_000, 4)
-    drawn = race_order(weights, 2, torch.Generator().manual_seed(2))
-    w = weights[0].double()
-    distribution = (w[:, None] * w / (1 - w[:, None])).fill_diagonal_(0)
-    assert chi_square(drawn[:, 0] * 4 + drawn[:, 1], distribution.flatten()) > 1e-4
 
 
 def paths_of(table: torch.Tensor) -> list[tuple[int, ...]]:

@@ -186,9 +186,3 @@ def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_process
         states = torch.stack([states[-1][row, -1] for states in first.hidden_states])
         torch.testing.assert_close(states, want.hidden_states[-1][0, -NEW_TOKENS - 1 : -1])
         assert (torch.stack(first.scores)[torch.arange(NEW_TOKENS), row, text[-NEW_TOKENS:]] > -torch.inf).all()
-
-
-def test_where_nothing_is_set_the_distribution_is_the_one_that_was_learned():
-    model = official()
-    learned = decode(model, prompts(1), do_sample=True, seed=3)
-    assert torch.equal(learned.sequences, decode(model, prompts(1), seed=3, **SAMPLING).sequences)

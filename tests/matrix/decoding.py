@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    pipeline,
-)
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, pipeline
 from transformers.generation.streamers import BaseStreamer
 
 from tests.matrix.models import NEW_TOKENS, Entry

@@ -158,13 +158,7 @@ def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling
         assert decoded(drafter, batch, **call, **STATIC)[0] == decoded(drafter, batch, **call)[0]
 
 
-@pytest.mark.by_day(
-    "sampled-EAGLE-3 ranked",
-    "greedy-P-EAGLE",
-    "sampled-context",
-    "greedy-lookahead",
-    "sampled-slots",
-)
+@pytest.mark.by_day("sampled-EAGLE-3 ranked", "greedy-P-EAGLE", "sampled-context", "greedy-lookahead", "sampled-slots")
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
 def test_cycles_repeat_themselves_and_a_second_call_records_nothing(name, sampling, monkeypatch):

@@ -2,15 +2,9 @@
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    LogitsProcessorList,
-)
+from transformers import DynamicCache, Gemma4Config, Gemma4ForConditionalGeneration, LogitsProcessorList
 
-from tests.assisted import assisted_generate
-from tests.backbones import check_greedy, plain_continuations, prompts
+from tests.backbones import check_greedy, prompts
 from tests.gemma4_models import WINDOW, assistant, read, trained_pair
 from tests.models import left_padded
 from tests.no_sync import NoSync
@@ -26,14 +20,6 @@ DRAFT = 3
 @pytest.fixture(params=[dict(), dict(is_sharing=False), dict(has_clusters=True)], ids=["small", "large", "clusters"])
 def pair(request):
     model, small = trained_pair(**request.param)
-    drafter = AssistantDrafter(small, DRAFT).attach(model)
-    yield model, drafter
-    drafter.detach()
-
-
-@pytest.fixture
-def plain_pair():
-    model, small = trained_pair()
     drafter = AssistantDrafter(small, DRAFT).attach(model)
     yield model, drafter
     drafter.detach()
@@ -118,16 +104,6 @@ def test_distributions_are_those_of_transformers_own_forward():
         text = torch.cat([prompt, tokens.last()[row, None], tree.tokens[row]])[None]
         expected = read(small, model, text, len(prompt), DRAFT, guided=True).softmax(-1)
         torch.testing.assert_close(tree.probs[row], expected[0], atol=1e-5, rtol=1e-4)
-
-
-def test_transformers_own_loop_takes_the_drafts(plain_pair):
-    """Through `CandidateAdapter`, past our patch."""
-    model, drafter = plain_pair
-    batch = prompts(5)
-    for prompt, text in zip(batch, plain_continuations(model, batch, 12)):
-        mask = torch.ones_like(prompt)[None]
-        out = assisted_generate(model, prompt[None], drafter, attention_mask=mask, max_new_tokens=12, do_sample=False)
-        assert out[0, len(prompt) :].tolist() == text.tolist()
 
 
 def test_backbones_that_see_and_hear():

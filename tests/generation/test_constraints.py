@@ -87,19 +87,9 @@ def test_all_ways_to_say_one_distribution_draft_alike(name, options):
             torch.manual_seed(seed)
             if name in ("suffix", "recycling", "lookahead"):  # what it has read changes its drafts
                 drafter.forget()
-            outs.append(
-                model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    assistant_model=drafter,
-                    do_sample=True,
-                    temperature=0.9,
-                    max_new_tokens=30,
-                    return_dict_in_generate=True,
-                    **way,
-                    **options,
-                )  # fmt: skip
-            )
+            common = dict(do_sample=True, temperature=0.9, max_new_tokens=30, return_dict_in_generate=True)
+            common |= dict(attention_mask=torch.ones_like(prompt), assistant_model=drafter)
+            outs.append(model.generate(prompt, **common, **way, **options))
         for out in outs[1:]:
             assert torch.equal(out.sequences, outs[0].sequences)
             assert out.speculation.rows_drafts == outs[0].speculation.rows_drafts

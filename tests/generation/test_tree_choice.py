@@ -62,24 +62,6 @@ def test_a_lucky_trial_of_a_wider_tree_is_not_believed():
     assert fastest_tree(lambda tree: stats(tree, 1.0, [1] * 9 if tree["top_k"] == 1 else [2, 3] * 5), 2)["top_k"] > 1
 
 
-def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain():
-    for do_sample in [False, True]:
-        model, prompt = backbone(), torch.randint(2, 48, (1, 5))
-        heads, texts = train_heads(model, steps=15), []
-        for options in ({"draft_tree": {"depth": 1, "top_k": 1}}, {"num_assistant_tokens": 2}):
-            torch.manual_seed(3)
-            out = model.generate(
-                prompt,
-                assistant_model=heads,
-                do_sample=do_sample,
-                max_new_tokens=12,
-                return_dict_in_generate=True,
-                **options,
-            )
-            texts.append((out.sequences, out.speculation))
-        assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
-
-
 @pytest.mark.by_day("True")
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_tree_is_chosen_once_and_then_decodes_as_if_it_had_been_given(do_sample):

@@ -21,7 +21,7 @@ FEW = {
     "test_several_sequences", "test_token_rule", "test_hidden_states", *vars(LifeCycleConformance),
 }  # fmt: skip
 """Habits that meet the loop or the model alone: of two entries by day, a head and an assistant."""
-SOME = {"test_kit", "test_adaptive", "test_draft_length", "test_deepcopy", "test_saved"}
+SOME = {"test_kit", "test_adaptive", "test_draft_length", "test_saved"}
 """Habits of one head, one look-up and one model by day."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -74,14 +73,6 @@ def floated(thing: Any) -> Any:
 
 class LifeCycleConformance:
     """What happens to models apart from `generate`: copies, directories, dtypes, offload, training; then they write."""
-
-    def test_deepcopy(self, entry: Entry) -> None:
-        """A copy writes and drafts the same."""
-        same(entry.through(copy.deepcopy), entry)
-
-    def test_pickled(self, entry: Entry) -> None:
-        """So does a pickle."""
-        same(entry.through(lambda thing: pickle.loads(pickle.dumps(thing))), entry)  # noqa: S301 - our own
 
     def test_saved(self, entry: Entry) -> None:
         """So does a directory."""

@@ -198,11 +198,6 @@ def test_ends_and_processors_are_on_the_device(name, asked, monkeypatch):
         assert fixed[0] == eager[0] and (fixed == eager or not is_chain)  # near the limit, other trees are smaller
 
 
-def nothing(ids, scores):
-    """A processor of the user."""
-    return scores
-
-
 @pytest.mark.by_day("n-grams, branches", "slots")
 @pytest.mark.parametrize(
     "name", ["n-grams", "n-grams, branches", "suffixes", "recycled", "lookahead", "EAGLE-1 chain", "slots"]

@@ -12,7 +12,6 @@ from tokenahead import AssistantDrafter
 from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.call.options import CallOptions, DraftOptions
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 DRAFT = 3
 
@@ -48,32 +47,6 @@ def test_drafts_are_made_from_verified_rows_alone(pair):
                 assert draft == expected
             place, seen = place + accepted + 1, seen | {accepted}
     assert seen == set(range(DRAFT + 1)) and place > 2 * WINDOW
-
-
-WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-
-
-@pytest.mark.by_day("clusters-block-warped")
-@pytest.mark.parametrize(
-    ("clusters", "rule", "processors"),
-    [(False, "block", {}), (False, "token", WARPED), (True, "block", WARPED), (True, "token", {})],
-    ids=["block", "token-warped", "clusters-block-warped", "clusters-token"],
-)
-def test_sampled_distribution_of_ragged_rows(clusters, rule, processors):
-    """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
-    model, small = trained_pair(8, has_clusters=clusters)
-    drafter, options = AssistantDrafter(small, DRAFT).attach(model), {"top_k": 0} | processors
-    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
-    assert len(batch[0]) > WINDOW
-    out = model.generate(
-        **left_padded(batch * 1_200), do_sample=True, max_new_tokens=6, assistant_model=drafter, verification=rule,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    drafter.detach()
-    assert {count for row in out.speculation.rows_accepted for count in row} == set(range(DRAFT + 1))
-    for row, prompt in enumerate(batch):
-        distribution = continuation_distribution(model, prompt[None], 2, **options)
-        assert continuation_p_value(out.sequences[row::2, 8:10], distribution) > 0.001
 
 
 def first_draft(model, small, batch, do_sample):

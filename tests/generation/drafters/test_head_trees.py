@@ -1,7 +1,6 @@
 """Trees of drafts from window distributions: what follows a path, greedy equality, the distribution of sampled text,
 and refusals."""
 
-import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.modeling.heads.backbones import shaken
-from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
 from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
 from tokenahead.generation.call.options import NumberCheck
@@ -191,27 +189,3 @@ def test_a_fixed_shape_is_drafted_and_keeps_paths_of_every_length():
     model = backbone()
     heads = train_heads(model, steps=30, **KINDS["cp"])
     assert check_greedy(model, heads, prompts(8), new=20, draft_tree=CHOICES) == {0, 1, 2, 3}
-
-
-@pytest.mark.by_day("hmm-context-False", "hydra-True")
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_growing_never_makes_the_host_wait(kind, do_sample):
-    heads = tiny(kind, vocabulary=20, dtype=torch.float32)
-    states = heads._run_backbone(torch.randint(20, (2, 6)), None, None).hidden_states
-    last = torch.tensor([3, 7])
-    for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
-        for tree in (dict(depth=2, top_k=3, total_tokens=12), dict(choices=CHOICES)):
-            options = SimpleNamespace(
-                num_tokens=3,
-                do_sample=do_sample,
-                processing=Processing(LogitsProcessorList([])),
-                draft_tree=tree,
-                has_likely_tree="choices" in tree,
-                masks=lambda tokens: None,
-                numbers=NumberCheck(),
-            )
-            drafter = heads.start(options)
-            drafter.hidden = heads.features(states)[:, -1]
-            with mode, torch.no_grad():
-                drafter.propose(SimpleNamespace(last=lambda: last), 3)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
 from tests.families import CHUNKED, family_config, shake
@@ -145,22 +145,6 @@ def test_processors_that_are_no_accelerators_compile_nothing_unasked():
     model = model_of("gemma3")
     drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
     assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
-
-
-@pytest.mark.by_day("mistral")
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_what_is_returned_goes_on_as_a_cache_of_any_length(name):
-    model, batch = model_of(name), left_padded(prompts(4))
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    out = model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, compile_config=compiled())
-    assert isinstance(out.past_key_values, DynamicCache)
-    ids = torch.cat([out.sequences, torch.full((4, 2), 7)], dim=1)
-    mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW + 2), value=1)
-    whole = model.generate(ids, attention_mask=mask, **GREEDY)
-    again = model.generate(
-        ids, attention_mask=mask, past_key_values=out.past_key_values, assistant_model=drafter, **GREEDY
-    )
-    assert torch.equal(again, whole)
 
 
 def test_room_that_the_config_asks_for_serves_longer_calls_without_a_new_graph():

@@ -247,27 +247,25 @@ def test_excluded_tokens_are_never_emitted_in_float32():
             assert accepted.float().mean() > 3.9
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
-@pytest.mark.parametrize("rule", RULES)
-def test_an_excluded_draft_is_refused_by_every_uniform(rule, uniform, monkeypatch):
-    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    q = torch.tensor([[[1.0, 0.0]]])
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, uniform, dtype=options["dtype"]))
-    accepted, added, _ = verify(torch.tensor([[0]]), q, p, rule)
-    assert (accepted.item(), added.item()) == (0, 1)
+def test_an_excluded_draft_is_refused_by_every_uniform(monkeypatch):
+    for rule, uniform in itertools.product(RULES, [0.0, 1 - 2**-24]):
+        p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+        q = torch.tensor([[[1.0, 0.0]]])
+        monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, uniform, dtype=options["dtype"]))  # noqa: B023
+        accepted, added, _ = verify(torch.tensor([[0]]), q, p, rule)
+        assert (accepted.item(), added.item()) == (0, 1)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_residual_of_rounding_noise_emits_no_excluded_token(rule, monkeypatch):
+def test_a_residual_of_rounding_noise_emits_no_excluded_token(monkeypatch):
     """All that is left after the rejection is 1e-45, which a race would round to 0 like the excluded token's."""
-    q = torch.tensor([0.0, 0.9, 0.0, 0.1])
-    p = torch.tensor([0.0, 0.9, 1e-45, 0.09999999])
-    rows = [torch.stack(probs)[None].expand(2000, -1, -1) for probs in ([q], [p, p])]
-    refusing = 0.0 if rule == "block" else 1 - 2**-24
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, refusing, dtype=options["dtype"]))
-    accepted, added, _ = verify(torch.full((2000, 1), 3), *rows, rule)
-    assert (accepted == 0).all() and (p[added] > 0).all()
+    for rule in RULES:
+        q = torch.tensor([0.0, 0.9, 0.0, 0.1])
+        p = torch.tensor([0.0, 0.9, 1e-45, 0.09999999])
+        rows = [torch.stack(probs)[None].expand(2000, -1, -1) for probs in ([q], [p, p])]
+        refusing = 0.0 if rule == "block" else 1 - 2**-24
+        monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, refusing, dtype=options["dtype"]))  # noqa: B023
+        accepted, added, _ = verify(torch.full((2000, 1), 3), *rows, rule)
+        assert (accepted == 0).all() and (p[added] > 0).all()
 
 
 def test_float32_agrees_with_float64_on_long_drafts():

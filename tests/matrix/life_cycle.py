@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import tempfile
 from pathlib import Path
@@ -115,16 +114,3 @@ class LifeCycleConformance:
         assert twin.generate(twin.inputs(3), **DICT).speculation.rows_drafts
         with twin.model.disable_adapter():
             assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
-
-    def test_state_dict(self, entry: Entry) -> None:
-        """Weights that go through `torch.save` into a fresh model; nothing of `generate` is among them."""
-        entry.generate(entry.inputs(1))
-        file = io.BytesIO()
-        torch.save(entry.model.state_dict(), file)
-        file.seek(0)
-        twin = entry.through(copy.deepcopy)
-        with torch.no_grad():
-            for parameter in twin.model.parameters():
-                parameter.zero_()
-        twin.model.load_state_dict(torch.load(file, weights_only=True))
-        same(twin, entry)

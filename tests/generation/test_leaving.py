@@ -77,17 +77,6 @@ def test_texts_stay_while_sequences_leave(name, kind):
     assert sizes[0] == 8 and sizes == sorted(sizes, reverse=True) and sizes[-1] < 5, sizes
 
 
-@pytest.mark.by_day("heads", "assistant")
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_drafters_go_on_with_all_sequences(kind):
-    model = backbone()
-    batch, common = batch_of()
-    plain = model.generate(**batch, **common)
-    drafter, sizes = DRAFTERS[kind](model), sizes_of(model)
-    assert torch.equal(model.generate(**batch, **common, assistant_model=drafter), plain)
-    assert min(sizes) < 5
-
-
 def adapted(**options):
     """A model with two adapters, and what its layers get by hooks."""
     lora = dict(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

@@ -107,30 +107,18 @@ def ranked(tree: DraftTree) -> DraftTree:
     return DraftTree(tree.tokens.gather(1, order), tree.parents, tree.probs, tree.replacement)
 
 
-def test_enumeration_notices_drawn_children_that_were_ranked_again():
-    for rule in RULES:
-        world, parents = World("plain", 1), SHAPES["siblings"]
-        tree, chance = all_trees(world, parents, False)
-        error = (emitted_distribution(world, ranked(tree), chance, rule) - world.target()).abs().max()
-        assert error > 1e-3
-
-
-def test_enumeration_notices_drawn_children_that_were_dropped():
-    """The likelier of two draws is no draw."""
-    for rule in RULES:
+def test_enumeration_notices_drawn_children_that_are_no_draws():
+    """Ranked again; of two draws the likelier one alone; and draws of the other kind."""
+    for rule, replacement in itertools.product(RULES, [False, True]):
         world = World("plain", 1)
         tree, chance = all_trees(world, SHAPES["siblings"], False)
         best = ranked(tree)
         kept = DraftTree(best.tokens[:, :1], best.parents[:, :1], best.probs[:, :2])
-        assert (emitted_distribution(world, kept, chance, rule) - world.target()).abs().max() > 1e-3
-
-
-def test_enumeration_notices_the_wrong_kind_of_draws():
-    for rule, replacement in itertools.product(RULES, [False, True]):
-        world, parents = World("plain", 2), SHAPES["bushy"]
-        tree, chance = all_trees(world, parents, replacement)
-        tree.replacement = not replacement
-        assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
+        wide = World("plain", 2)
+        other, likely = all_trees(wide, SHAPES["bushy"], replacement)
+        other.replacement = not replacement
+        for found, wrong, drawn in ((world, best, chance), (world, kept, chance), (wide, other, likely)):
+            assert (emitted_distribution(found, wrong, drawn, rule) - found.target()).abs().max() > 1e-3
 
 
 def test_enumeration_notices_leaves_taken_in_another_order(monkeypatch):

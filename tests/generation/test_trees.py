@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, emitted_distribution
+from tests.tree_worlds import WARPS, V, World, chance_of_pairs, emitted_distribution
 from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.trees import building as growth
 from tokenahead.generation.trees.building import (
@@ -187,7 +187,6 @@ def test_text_from_drawn_trees_has_the_targets_distribution(depth, warp, rule, m
     """
     world, pairs = World(warp, depth + 1, seed=4), torch.tensor(list(itertools.permutations(range(V), 2)))
     draws = torch.tensor(list(itertools.product(range(len(pairs)), repeat=1 + 2 * depth))).repeat(2, 1)
-    chance = torch.ones(len(draws), dtype=torch.float64)
     kept = [pairs[draws[:, :1]], *(pairs[draws[:, 2 * level - 1 : 2 * level + 1]] for level in range(1, depth + 1))]
     row, used, texts = torch.arange(2).repeat_interleave(len(draws) // 2)[:, None], [], [torch.zeros_like(draws[:, :1])]
 
@@ -202,11 +201,7 @@ def test_text_from_drawn_trees_has_the_targets_distribution(depth, warp, rule, m
     monkeypatch.setattr(growth, "race_order", dictate)
     tree = drawn_tree(world.q[row[:, 0], 0], expand, depth=depth, top_k=2, total_tokens=6)
     assert len(used) == depth + 1 and tree.tokens.shape[1] == 5
-    for q, drawn in zip(used, kept):
-        first, second = q.gather(-1, drawn).unbind(-1)
-        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
-        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
-        chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
+    chance = chance_of_pairs(used, kept)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
     assert (tree.parents[chance > 0].unique(dim=0)).shape[0] > 1
     assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12

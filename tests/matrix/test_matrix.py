@@ -1,4 +1,4 @@
-"""Every model does what users of transformers do with models; `python -m tests.matrix` prints the table."""
+"""Every model does what users of transformers do with models."""
 
 import copy
 

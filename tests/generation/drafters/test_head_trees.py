@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.modeling.heads.backbones import shaken
-from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
+from tests.tree_worlds import WARPS, V, World, chance_of_pairs, emitted_distribution, first_of_length
 from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
 from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.call.processing import Processing
@@ -175,12 +175,7 @@ def _all_draws(heads, processing, monkeypatch):
     drafter.hidden = heads.features(states)[row, -1]
     tree = drafter.propose(SimpleNamespace(last=lambda: texts[row, -1]), 3)
     assert tree.tokens.shape[1] == 5 and tree.probs.dtype == torch.float64 and len(used) == 2
-    chance = torch.ones(len(draws), dtype=torch.float64)
-    for q, drawn in zip(used, kept):
-        first, second = q.gather(-1, drawn).unbind(-1)
-        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
-        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
-        chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
+    chance = chance_of_pairs(used, kept)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
     return _BehindPrompts(heads.backbone, texts, processing), tree, chance
 

@@ -183,35 +183,25 @@ def nothing(ids, scores):
     return scores
 
 
-@pytest.mark.by_day("FakeGraph")
-def test_whom_the_host_calls_gets_two_regions(model, drafter, fake, monkeypatch):
-    names = observed(monkeypatch)
-    options = WAYS["greedy"] | dict(logits_processor=[nothing])
-    eager = generated(model, drafter, batch_of(3), **options)
-    names.clear()
-    fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
-    assert same(eager, fixed) and set(names) == {"forward"}
-    monkeypatch.setattr(loop_module, "REGION_OBSERVER", None)
-    fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
-    assert same(eager, fixed)
-    told = fixed.speculation.graphs
-    assert "nothing" in told.reasons["cycle"] and set(told.replayed) == {"forward"}
-
-
 def stops_at(ids, scores, **kwargs):
     """A criterion of the user."""
     return (ids[:, -1] == 9) | (ids[:, -1] == 4)
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_criteria_of_the_user_decide_as_in_the_eager_loop(model, drafter, fake):
-    for way in ("greedy", "sampled"):
-        options = WAYS[way] | dict(stopping_criteria=[stops_at])
+def test_whom_the_host_calls_gets_two_regions(model, drafter, fake, monkeypatch):
+    names = observed(monkeypatch)
+    for asked in ({"logits_processor": [nothing]}, {"stopping_criteria": [stops_at]}):
+        options = WAYS["greedy"] | asked
         eager = generated(model, drafter, batch_of(3), **options)
-        fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+        for observer in (loop_module.REGION_OBSERVER, None):
+            with monkeypatch.context() as patched:
+                patched.setattr(loop_module, "REGION_OBSERVER", observer)
+                names.clear()
+                fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+            assert same(eager, fixed) and set(names) == ({"forward"} if observer else set())
         told = fixed.speculation.graphs
-        assert "stops_at" in told.reasons["cycle"] and set(told.replayed) == {"forward"}
-        assert way == "sampled" or same(eager, fixed)
+        assert asked.popitem()[1][0].__name__ in told.reasons["cycle"] and set(told.replayed) == {"forward"}
 
 
 @pytest.mark.by_day("FakeGraph")

@@ -46,4 +46,5 @@ def test_steps_that_were_verified_and_not_kept_are_dropped():
     scores, logits, hidden = records.per_token([4, 2], pad=3)
     assert len(scores) == len(logits) == len(hidden) == 4
     assert torch.equal(scores[1][1], made[1].scores[1, 0]) and torch.isneginf(scores[2][1]).any()
+    assert all((layer[1] == 0).all() and layer[0].any() for layer in hidden[2])  # the last token has no state
     assert len(records.scores_of(3)) == 3

@@ -238,9 +238,6 @@ RETROFITS = [name for name in NAMES if FAMILIES.get(name, RETROFIT) is RETROFIT]
 RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h"]
 RECURRENT += ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"]
 
-THIS_YEAR = ["deepseek_v4", "dots3_note_text", "exaone_moe", "hy_v4", "inkling_text", "qwen4_exp_text"]
-"""Families of this year without a tower; those of `tests/towers.py` have one."""
-
 
 def family_config(name: str, num_nextn_predict_layers: int = 1, **changes):
     """A tiny configuration with so many modules."""

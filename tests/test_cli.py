@@ -163,7 +163,7 @@ def test_a_path_is_said_once(capsys, folder, tmp_path):
     lost = min(stored)
     save_file({key: each for key, each in stored.items() if key != lost}, heads / "model.safetensors")
     code, captured = run("generate", "--model", folder, "--heads", heads, "x"), capsys.readouterr()
-    assert code == 1 and f"--heads {heads}: the checkpoint lacks 1 tensor of MTPHeads: {lost}\n" in captured.err
+    assert code == 1 and f"--heads {heads}: the checkpoint lacks 1 tensors of MTPHeads: ['{lost}']\n" in captured.err
 
 
 def test_weights_that_are_cut_short(capsys, folder, tmp_path):

@@ -77,7 +77,6 @@ OTHERS = [
     (torch.nn.Linear(1, 1), "_modules"),
     (torch.nn.Linear(1, 1), "_parameters"),
     (torch.Tensor, "_version"),
-    (torch, "_assert_async"),
     (torch, "_dynamo"),
     (torch, "_standard_gamma"),
     (torch.utils, "_python_dispatch"),

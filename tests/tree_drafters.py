@@ -5,7 +5,6 @@ import random
 import torch
 
 from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree
-from tokenahead.generation.trees.building import drawn_tree
 
 DEPTH = 4
 
@@ -91,27 +90,3 @@ class _KnowingChain(_Call):
             for place in range(owner.random.randrange(length + 1), length):
                 row[place] = (row[place] + 1) % owner.vocabulary
         return DraftTree.chain(torch.tensor(rows, dtype=torch.long).view(len(rows), length))
-
-
-class DrawnTrees(_Trees):
-    """Trees drawn from a distribution that knows the last token only."""
-
-    def __init__(self, vocabulary: int, top_k: int = 2, nodes: int = 6) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        self.distribution = torch.randn(vocabulary, vocabulary, generator=generator).softmax(-1)
-        self.top_k, self.nodes = top_k, nodes
-
-    def start(self, options):
-        return _Drawn(self, options)
-
-
-class _Drawn(_Call):
-    def propose(self, tokens, length):
-        if length < 1:
-            return DraftTree.chain(tokens.ids[:, :0])
-        distribution = self.options.processing.warp(self.owner.distribution)
-        return drawn_tree(
-            distribution[tokens.last()], lambda ids, _: distribution[ids], depth=length - 1, top_k=self.owner.top_k,
-            total_tokens=self.owner.nodes + 1,
-        )  # fmt: skip

@@ -135,3 +135,15 @@ def emitted_distribution(
     accept, residual = tree_acceptance(tree, world.along(world.p, tree) if p is None else p, rule)
     assert accept.isfinite().all() and residual.isfinite().all()
     return world.completed(tree, (chance[:, None] * ends(tree, accept, rule))[..., None] * residual)
+
+
+def chance_of_pairs(used: list[torch.Tensor], kept: list[torch.Tensor]) -> torch.Tensor:
+    """The probability of drawn pairs of tokens [N, nodes, 2] by their distributions [N, nodes, V], level by level."""
+    chance = torch.ones(len(kept[0]), dtype=torch.float64)
+    for q, drawn in zip(used, kept):
+        first, second = q.gather(-1, drawn).unbind(-1)
+        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
+        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
+        others = first / (q.shape[-1] - 1)
+        chance *= torch.where(alone, others, first * second / left.masked_fill(alone, 1)).prod(1)
+    return chance

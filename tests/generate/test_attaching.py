@@ -1,13 +1,11 @@
 """Habits of attached drafters: copies, pickles, saving, adapters, pipelines, two at a time, and no trace behind."""
 
 import copy
-import pickle
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from tests.backbones import backbone, blurred, word_tokenizer
 from tokenahead import (
@@ -29,67 +27,6 @@ MAKE = {
     "assistant": lambda model: AssistantDrafter(blurred(model, 0.3)).attach(model),
 }
 ADAPTER = peft.LoraConfig(target_modules=["q_proj"], r=2)
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing))}
-kinds = pytest.mark.parametrize("kind", MAKE)
-copies = pytest.mark.parametrize("twin_of", COPIES.values(), ids=COPIES)
-
-
-@pytest.mark.by_day("deepcopy-heads", "pickle-assistant")
-@kinds
-@copies
-def test_a_copied_backbone_decodes_plainly_and_asks_for_attach(kind, twin_of):
-    model = backbone()
-    plain = model.generate(PROMPT, **OPTIONS)
-    drafter = MAKE[kind](model)
-    twin = twin_of(model)
-    assert type(twin) is type(model) and torch.equal(twin.generate(PROMPT, **OPTIONS), plain)
-    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM.*attach\(backbone\)"):
-        twin.generate(PROMPT, assistant_model=drafter, **OPTIONS)
-    assert torch.equal(model.generate(PROMPT, assistant_model=drafter, **OPTIONS), plain)
-    with torch.no_grad():  # the copy decodes with its own weights
-        twin.lm_head.weight.neg_()
-    assert not torch.equal(twin.generate(PROMPT, **OPTIONS), plain)
-
-
-@kinds
-def test_detach_leaves_nothing(kind):
-    model = backbone()
-    before, weights = dict(vars(model)), copy.deepcopy(model.state_dict())
-    drafter = MAKE[kind](model)
-    model.generate(PROMPT, assistant_model=drafter, **OPTIONS)
-    drafter.detach()
-    assert vars(model) == before and model.generate.__func__ is type(model).generate
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        _ = drafter.backbone
-
-
-@pytest.mark.by_day("heads")
-@kinds
-def test_an_attached_backbone_is_saved_as_it_is(kind, tmp_path):
-    model = backbone()
-    model.save_pretrained(tmp_path / "before")
-    drafter = MAKE[kind](model)
-    model.generate(PROMPT, assistant_model=drafter, **OPTIONS)
-    model.save_pretrained(tmp_path / "attached")
-    before, attached = (tmp_path / name for name in ("before", "attached"))
-    assert {path.name for path in before.iterdir()} == {path.name for path in attached.iterdir()}
-    for path in before.glob("*.json"):
-        assert path.read_text() == (attached / path.name).read_text()
-    first, second = (load_file(folder / "model.safetensors") for folder in (before, attached))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_two_drafters_share_a_backbone():
-    model = backbone()
-    plain = model.generate(PROMPT, **OPTIONS)
-    ngram, heads = MAKE["ngram"](model), MAKE["heads"](model)
-    for drafter in (ngram, heads):
-        assert torch.equal(model.generate(PROMPT, assistant_model=drafter, **OPTIONS), plain)
-    ngram.detach()
-    assert torch.equal(model.generate(PROMPT, assistant_model=heads, **OPTIONS), plain)
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        model.generate(PROMPT, assistant_model=ngram, **OPTIONS)
 
 
 def test_a_drafter_that_drafts_for_another_model_is_refused():
@@ -98,12 +35,6 @@ def test_a_drafter_that_drafts_for_another_model_is_refused():
     assert drafter.attach(model) is drafter
     with pytest.raises(RuntimeError, match=r"LlamaForCausalLM.*detach\(\)"):
         drafter.attach(backbone())
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        NgramDrafter().attach(transformers.T5ForConditionalGeneration(transformers.T5Config(
-            vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
-        )))  # fmt: skip
-    with pytest.raises(ValueError, match="vocab_size.*LlamaForCausalLM.*48"):
-        AssistantDrafter(backbone()).attach(backbone(vocabulary=50))
 
 
 def test_drafters_follow_dtype_and_device():
@@ -169,13 +100,6 @@ def test_attach_within_the_call_is_refused_by_name(kind, more):
         assert vars(model).keys() == before.keys() and model.generate(PROMPT, **OPTIONS).equal(plain)
 
 
-def test_another_models_drafter_asks_for_attach():
-    for kind in ["ngram", "assistant", "suffix", "heads", "eagle", "cascade"]:
-        drafter = WITHIN[kind](backbone())
-        with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-            backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
-
-
 DEFAULTS = MAKE | {
     "eagle": lambda model: EagleHead.from_backbone(model),
     "student": lambda model: PTPStudent.from_backbone(model, num_slots=3),
@@ -224,14 +148,3 @@ def test_a_default_serves_pipelines_and_adapters_and_no_other_loop():
     assert torch.equal(with_assistant, larger.generate(PROMPT[:1], **options))
     lookup = model.generate(PROMPT[:1], **OPTIONS | {"attention_mask": None}, prompt_lookup_num_tokens=2)
     assert torch.equal(lookup, plain)
-
-
-def test_use_mtp_without_a_named_drafter_says_what_to_do():
-    model = backbone()
-    NgramDrafter().attach(model)
-    message = r"use_mtp=True.*LlamaForCausalLM.*NgramDrafter.*assistant_model=.*attach\(backbone, default=True\)"
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, **OPTIONS, use_mtp=True)
-    model.generation_config.use_mtp = True
-    with pytest.raises(ValueError, match=message):
-        model.generate(PROMPT, **OPTIONS)

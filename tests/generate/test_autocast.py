@@ -5,23 +5,16 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.backbones import backbone as small_backbone
-from tests.families import family_config, family_model
+from tests.families import family_config
 from tests.matrix.models import NAMES, entry
 from tests.models import left_padded
-from tokenahead import EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
+from tokenahead import NgramDrafter, SuffixDrafter
 
 DTYPES = [torch.bfloat16, torch.float16]
 FAMILIES = [
     "deepseek_v3", "deepseek_v4", "qwen3_next", "glm_moe_dsa", "longcat_flash", "inkling_text", "mellum",
     "qwen4_exp_text",
 ]  # fmt: skip
-HOW = {
-    "ragged": {},
-    "sampled": {"do_sample": True, "top_k": 0},
-    "token": {"do_sample": True, "verification": "token"},
-    "adaptive": {"num_assistant_tokens_schedule": "adaptive"},
-    "processed": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-}
 
 
 def near(model, text, plain, dtype, prompts):
@@ -54,18 +47,6 @@ def test_greedy_texts_are_the_plain_ones_up_to_near_ties(name, dtype):
     assert near(made.model, out.sequences, plain, dtype, inputs)
 
 
-@pytest.mark.by_day("block-llama", "cascade-qwen3")
-@pytest.mark.parametrize("name", NAMES)
-def test_every_way_to_decode(name):
-    made = entry(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        for how in HOW.values():
-            text = made.generate(made.inputs(3), **how)
-            assert text.shape[0] == 3 and text.min() >= 0 and text.max() < made.vocabulary
-        for rows in (1, 3):
-            made.generate(made.inputs(rows), use_mtp=None, cache_implementation="static")
-
-
 @pytest.mark.by_day("deepseek_v4-dtype0", "qwen3_next-dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,20 +59,6 @@ def test_caches_of_every_kind(family, dtype):
             **batch, assistant_model=drafter, max_new_tokens=24, eos_token_id=None, return_dict_in_generate=True
         )
     assert out.sequences.shape == (3, 37)
-
-
-@pytest.mark.by_day("heads-auto")
-@pytest.mark.parametrize("tree", [{"depth": 2, "top_k": 2, "total_tokens": 6}, "auto"])
-@pytest.mark.parametrize("kind", ["heads", "eagle", "modules"])
-def test_trees(kind, tree):
-    model = family_model("deepseek_v3").eval() if kind == "modules" else small_backbone("llama")
-    made = {"heads": lambda: MTPHeads.from_backbone(model, window=4), "eagle": lambda: EagleHead.from_backbone(model)}
-    drafter = {} if kind == "modules" else {"assistant_model": made[kind]().attach(model)}
-    batch = left_padded([torch.randint(3, 20, (n,)) for n in (9, 4, 13)])
-    depth = {"depth": 1, "top_k": 2, "total_tokens": 2} if kind == "modules" and tree != "auto" else tree
-    with torch.autocast("cpu", torch.bfloat16):
-        text = model.generate(**batch, **drafter, draft_tree=depth, max_new_tokens=16, eos_token_id=None)
-    assert text.shape == (3, 29)
 
 
 def test_a_cache_that_autocast_began_goes_on_in_float32():

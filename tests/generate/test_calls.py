@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-)
 
 from tests.models import left_padded, tiny_model
 from tokenahead import GenerateSpeculativeOutput
@@ -42,27 +37,11 @@ def test_speculates_by_default_and_says_what_it_did(trained):
         at += count + 1
 
 
-def test_one_backbone_call_per_cycle(trained, monkeypatch):
-    calls = []
-    original = type(trained.model).forward
-    monkeypatch.setattr(
-        type(trained.model), "forward", lambda self, *a, **k: calls.append(1) or original(self, *a, **k)
-    )
-    out = trained.generate(PROMPT, **GREEDY, **DICT)
-    assert len(calls) == out.speculation.backbone_calls == 1 + len(out.speculation.accepted)
-
-
 @pytest.mark.by_day("1", "31", "33")
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65])
 def test_prompts_of_any_length(trained, length):
     prompt = torch.arange(64, 64 + length)[None]
     assert torch.equal(trained.generate(prompt, **GREEDY), plain(trained, prompt))
-
-
-def test_never_longer_than_asked(trained):
-    for budget in range(1, 12):
-        out = trained.generate(PROMPT, do_sample=False, max_new_tokens=budget)
-        assert torch.equal(out, plain(trained, max_new_tokens=budget))
 
 
 @pytest.mark.by_day("False")
@@ -84,37 +63,6 @@ def test_a_cache_of_plain_decoding_in_which_rows_ended_early_is_continued(traine
     for row, (prompt, text, end) in enumerate(zip(prompts, alone, ended)):
         history = torch.cat([prompt, torch.tensor(text[:end]), more[0]])
         assert torch.equal(second[row, -30:], plain(trained, history[None])[0, -30:])
-
-
-def test_processors_see_true_prefixes_only(trained):
-    seen = []
-
-    class Recorder(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            seen.extend(tuple(row) for row in input_ids.tolist())
-            return scores
-
-    prompts = texts(3)
-    batch = left_padded(prompts)
-    out = trained.generate(**batch, logits_processor=LogitsProcessorList([Recorder()]), **GREEDY, **DICT)
-    drafts = out.speculation.drafts
-    for row in range(3):
-        text, at = out.sequences[row].tolist(), batch["input_ids"].shape[1]
-        allowed = {tuple(text[:at])}
-        at += 1
-        for kept, draft in zip(out.speculation.accepted[row], drafts[row]):
-            allowed |= {tuple(text[:at] + draft[:i]) for i in range(len(draft) + 1)}
-            at += kept + 1
-        mine = [ids for ids in seen if ids[: len(batch["input_ids"][row])] == tuple(batch["input_ids"][row].tolist())]
-        assert set(mine) <= allowed and len(mine) > 20
-
-
-def test_other_assistants_win(trained):
-    expected = plain(trained)
-    assert torch.equal(trained.generate(PROMPT, prompt_lookup_num_tokens=3, **GREEDY), expected)
-    assistant = tiny_model(1)
-    assistant.generation_config = GenerationConfig(num_assistant_tokens=3)
-    assert torch.equal(trained.generate(PROMPT, assistant_model=assistant, **GREEDY), expected)
 
 
 def test_nothing_of_the_decision_is_written_to_disk(tmp_path):

@@ -6,12 +6,9 @@ import torch
 from tests.every_model import llama
 from tests.modeling.heads.backbones import KINDS, shaken
 from tests.models import left_padded, tiny_model
-from tests.ptp_models import student
-from tokenahead import MTPHeads, NgramDrafter
-from tokenahead.generation.call import options as protocol
+from tokenahead import MTPHeads
 from tokenahead.generation.call.options import DraftOptions
 from tokenahead.modeling.heads.attached import HeadSession
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
 GREEDY = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
@@ -71,24 +68,6 @@ def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypa
     assert ends == wanted and 1 in ends and max(ends) > 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["ff", "hmm"])
-def test_a_sampled_text_follows_the_target(name):
-    target = evabyte(name, vocab_size=5, window_size=8, pad_token_id=None, initializer_range=0.3)
-    options = dict(temperature=0.8, top_k=4)
-    outs = [
-        target.generate(
-            PROMPT, do_sample=True, max_new_tokens=5, num_return_sequences=7, assistant_confidence_threshold=0.45,
-            return_dict_in_generate=True, **options,
-        )
-        for _ in range(300)
-    ]  # fmt: skip
-    assert {len(draft) for out in outs for row in out.speculation.rows_drafts for draft in row} >= {1, 2, 3}
-    assert {count for out in outs for row in out.speculation.rows_accepted for count in row} >= {0, 1, 2, 3}
-    samples = torch.cat([out.sequences for out in outs])[:, 5:8]
-    assert continuation_p_value(samples, continuation_distribution(target, PROMPT, 3, **options)) > 0.001
-
-
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.5])
 def test_the_host_waits_once_more_in_a_cycle_and_never_without_a_threshold(threshold, monkeypatch):
     model, asked = evabyte("ff"), []
@@ -97,33 +76,3 @@ def test_the_host_waits_once_more_in_a_cycle_and_never_without_a_threshold(thres
     out = model.generate(PROMPT, **GREEDY, assistant_confidence_threshold=threshold)
     drafts = [draft for draft in out.speculation.drafts if draft]
     assert len(asked) == (len(drafts) if threshold else 0)
-
-
-SILENT = {
-    "ngram": (lambda model: NgramDrafter(), {}, "drafts of NgramDrafter"),
-    "branches": (lambda model: NgramDrafter(branches=2), {}, "trees of NgramDrafter"),
-    "tree": (lambda model: MTPHeads.from_backbone(model), {"draft_tree": {"top_k": 2}}, "trees of MTPHeads"),
-    "ptp": (None, {}, "drafts of PTPForCausalLM"),
-}
-
-
-def test_who_does_not_read_it_says_so(monkeypatch):
-    for name in SILENT:
-        make, options, who = SILENT[name]
-        said = []
-        monkeypatch.setattr(protocol.logger, "warning_once", said.append)
-        model = student() if make is None else llama()
-        if make is not None:
-            options = options | {"assistant_model": make(model).attach(model)}
-        model.generate(PROMPT, **GREEDY, **options)
-        assert not said
-        model.generate(PROMPT, **GREEDY, **options, assistant_confidence_threshold=0.5)
-        assert said == [f"assistant_confidence_threshold=0.5 is not read by {who}: they are verified whole."]
-
-
-def test_who_reads_it_says_nothing_and_plain_decoding_neither(monkeypatch):
-    monkeypatch.setattr(protocol.logger, "warning_once", pytest.fail)
-    for name in NAMES:
-        model, extra = speculating(name)
-        model.generate(PROMPT, **GREEDY, **extra, assistant_confidence_threshold=0.5)
-    student().generate(PROMPT, **GREEDY, use_mtp=False, assistant_confidence_threshold=0.5)

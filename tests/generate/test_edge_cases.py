@@ -102,63 +102,6 @@ def test_verification_of_a_saved_config_is_honoured(speculating, monkeypatch, tm
     assert rules == ["token", "block", "token"]
 
 
-@pytest.mark.by_day("heads")
-def test_verification_of_a_config_is_checked(speculating):
-    speculating.model.generation_config.verification = "blocks"
-    with pytest.raises(ValueError, match="verification='blocks'.*'block'.*'token'"):
-        speculating.generate()
-    speculating.generate(verification="block")
-
-
-@pytest.mark.by_day("heads")
-def test_options_that_cannot_be_meant_are_refused_by_name(speculating):
-    for options, message in [
-        ({"num_assistant_tokens_schedule": "clever"}, "schedule='clever'.*'constant'"),
-        ({"num_assistant_tokens": 2.5}, "num_assistant_tokens=.*2.5"),
-        ({"num_assistant_tokens": True}, "num_assistant_tokens="),
-        ({"use_mtp": "no"}, "use_mtp=.*'no'"),
-        ({"assistant_confidence_threshold": 1.5}, "threshold=1.5.*0.*1"),
-        ({"assistant_confidence_threshold": "high"}, "threshold='high'.*0.*1"),
-        ({"guidance_scale": 1.5, "use_mtp": True}, "use_mtp=.*guidance_scale=.*1.5"),
-        ({"uniforms": torch.rand(2, 12)}, "uniforms="),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            speculating.generate(**options)
-
-
-@pytest.mark.by_day("heads")
-def test_an_early_exit_is_refused_and_cuts_no_layers(speculating):
-    for use_mtp in [None, False]:
-        before = speculating.model.config.num_hidden_layers
-        with pytest.raises(ValueError, match="assistant_early_exit=.*1"):
-            speculating.generate(assistant_early_exit=1, use_mtp=use_mtp)
-        assert speculating.model.config.num_hidden_layers == before
-        assert len(speculating.model.get_decoder().layers) == before
-
-
-class Counting(LogitsProcessor):
-    """Forbids another token at every call."""
-
-    def __init__(self, marked: bool) -> None:
-        self.calls = 0
-        if marked:
-            self.counts_calls = True
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        return scores.index_fill(1, torch.tensor([self.calls % 40 + 2]), float("-inf"))
-
-
-@pytest.mark.by_day("heads")
-def test_processors_that_count_their_calls_say_so(speculating):
-    plain, ours = Counting(marked=False), Counting(marked=True)
-    want = speculating.plain(logits_processor=LogitsProcessorList([plain]))
-    assert torch.equal(speculating.generate(logits_processor=LogitsProcessorList([ours])), want)
-    assert ours.calls == plain.calls == 12
-    with pytest.raises(ValueError, match="use_mtp="):
-        speculating.generate(logits_processor=LogitsProcessorList([ours]), use_mtp=True)
-
-
 @pytest.mark.by_day("heads-2", "ngram-1")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_prompt_of_embeddings(speculating, rows):
@@ -196,10 +139,6 @@ def test_parallel_prediction_takes_embeddings():
             slots = torch.rand(2, 3)
             first, second = model(prompt, uniforms=slots), model(inputs_embeds=embeds, uniforms=slots)
         torch.testing.assert_close(first.logits, second.logits)
-        with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
-            model()
-        with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
-            model(prompt, inputs_embeds=embeds)
 
 
 @pytest.mark.by_day("heads")

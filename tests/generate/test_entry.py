@@ -59,20 +59,6 @@ def test_stop_strings(pair):
             model.generate(IDS[:1], **common, **extra)
 
 
-@pytest.mark.by_day("heads")
-def test_several_return_sequences_with_use_mtp(pair):
-    for place in PLACES:
-        model, extra, _ = pair
-        fields = fields_on(place, model, use_mtp=True, num_return_sequences=3, do_sample=True)
-        common = {
-            name: value for name, value in GREEDY.items() if name == "attention_mask" or place != "passed"
-        } | fields
-        if place == "own":
-            del common["do_sample"]
-        out = model.generate(IDS, **common, **extra, **DICT)
-        assert out.sequences.shape == (6, 22) and len(out.speculation.rows_drafts) == 6
-
-
 @pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("managed", [False, True])
 def test_peers_of_sharded_models_are_found_as_transformers_does(pair, managed, monkeypatch):
@@ -110,13 +96,6 @@ def test_a_call_leaves_nothing_behind(pair):
     fields = config.to_dict()
     model.generate(IDS, config, attention_mask=GREEDY["attention_mask"], **extra)
     assert vars(model).keys() == before.keys() and config.to_dict() == fields
-
-
-def test_positional_arguments_are_those_of_transformers(pair):
-    model, extra, plain = pair
-    config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    want = model.generate(IDS, config, attention_mask=GREEDY["attention_mask"], **plain)
-    assert torch.equal(model.generate(IDS, config, None, attention_mask=GREEDY["attention_mask"], **extra), want)
 
 
 def test_a_users_own_decoding_method_is_called(pair):

@@ -1,15 +1,12 @@
 """Fields of transformers' GenerationConfig that speculation might pass over: heeded, or said not to be."""
 
-import itertools
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import CompileConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.every_model import llama, moved_heads
 from tests.models import tiny_model
-from tokenahead.generation import plan as plan_module
 
 IDS = torch.tensor([[12, 11, 14, 12], [16, 9, 11, 4]])
 GREEDY = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=9, do_sample=False, pad_token_id=0)
@@ -46,24 +43,3 @@ def test_token_healing_leaves_the_options_of_its_call_alone(kind, tokenizer):
     assert max(len(draft) for row in out.speculation.rows_drafts for draft in row) == 2
     with pytest.raises(ValueError, match="use_mtp=.*use_cache="):
         model.generate(ids, **common, **extra, use_mtp=True, use_cache=False)
-
-
-UNREAD = [
-    ({"compile_config": CompileConfig()}, "model.forward = torch.compile(model.forward)"),
-    ({"assistant_ensemble_weight": 0.5}, "it would change the distribution of the text"),
-    ({"speculation_type": "dflash"}, "the drafter that the call was given drafts"),
-]
-
-
-def test_what_only_loops_of_transformers_read_is_said(monkeypatch):
-    for kind, (options, instead) in itertools.product(["evabyte", "heads"], UNREAD):
-        said = []
-        monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
-        model, extra = speculating(kind)
-        want = model.generate(IDS, **GREEDY, **({} if extra else {"use_mtp": False}))
-        assert torch.equal(model.generate(IDS, **GREEDY, **extra), want) and not said
-        assert torch.equal(model.generate(IDS, **GREEDY, **extra, **options), want)
-        (message,) = said
-        assert message.startswith(f"{next(iter(options))}=") and instead in message
-        model.generate(IDS, **GREEDY, **({} if extra else {"use_mtp": False}), **options)
-        assert len(said) == 1

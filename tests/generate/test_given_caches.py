@@ -61,21 +61,6 @@ def test_columns_of_a_static_cache_are_those_of_the_text():
     assert int(cache.get_seq_length()) == out.shape[1] - 1
 
 
-def test_nothing_is_fed_where_nobody_sees_the_cache(monkeypatch):
-    model, calls = trained_model(), []
-    batch = left_padded([torch.arange(100, 109), torch.arange(120, 134)])
-    text = model.generate(**batch, max_new_tokens=NEW, do_sample=False, use_mtp=False)
-    ends = dict(eos_token_id=int(text[0, 14 + 6]), pad_token_id=0)
-    forward = type(model.model).forward
-    monkeypatch.setattr(type(model.model), "forward", lambda self, *a, **k: calls.append(1) or forward(self, *a, **k))
-    counts = []
-    for answer in ({}, {"return_dict_in_generate": True}):
-        calls.clear()
-        model.generate(**batch, max_new_tokens=NEW, do_sample=False, **answer, **ends)
-        counts.append(len(calls))
-    assert counts[0] == counts[1] - 1
-
-
 def test_a_cache_of_another_batch_is_refused():
     for sequences in [1, 3]:
         model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()

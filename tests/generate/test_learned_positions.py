@@ -67,33 +67,6 @@ def test_rows_of_different_lengths_reach_it_together(model):
         assert [row.tolist() for row in out[:, 20:]] == [row.tolist() for row in expected]
 
 
-def test_padding_takes_no_place(model):
-    """Drafts go on to the table's end behind padding, too."""
-    prompt, drafter = text(4), DRAFTERS["chain"](model)
-    inputs = {name: value[:1] for name, value in left_padded([prompt, text(24)]).items()}
-    out = model.generate(
-        **inputs, do_sample=False, max_new_tokens=TABLE + 1 - 4, assistant_model=drafter, return_dict_in_generate=True
-    )
-    (expected,) = plain_continuations(model, [prompt], TABLE + 1 - 4)
-    assert torch.equal(out.sequences[0, 24:], expected)
-    depths = out.speculation.rows_depths[0]
-    assert max(depths[len(depths) // 2 :]) > 1
-
-
-def test_positions_of_the_callers_own_end_there_too(model):
-    for shift in [3, 9]:
-        prompt, drafter = text(12), DRAFTERS["chain"](model)
-        options = dict(
-            attention_mask=torch.ones(1, 12, dtype=torch.long), position_ids=torch.arange(12)[None] + shift,
-            do_sample=False, max_new_tokens=TABLE + 1 - 12 - shift,
-        )  # fmt: skip
-        plain = model.generate(prompt[None], **options)
-        end = {"max_new_tokens": 100, "eos_token_id": int(plain[0, -1]), "pad_token_id": 0}
-        assert torch.equal(model.generate(prompt[None], **options, assistant_model=drafter), plain)
-        both = [model.generate(prompt[None], **options | end, **more) for more in ({}, {"assistant_model": drafter})]
-        assert torch.equal(*both)
-
-
 @pytest.mark.by_day("gpt2")
 def test_slots_at_the_end(model):
     student = PTPStudent.from_backbone(model, num_slots=3)

@@ -22,7 +22,6 @@ from tests.matrix.decoding import warnings_of
 from tests.models import left_padded, trained_model
 from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 V, NEW = 48, 20
 GREEDY = dict(do_sample=False, max_new_tokens=NEW)
@@ -52,30 +51,6 @@ class Adding(Steered):
 
     def prepare_inputs_for_generation(self, input_ids, **kwargs):
         return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"boost": self.bias}
-
-
-class OfTokens(Steered):
-    """A bias of every token, made of the token before it and of its column."""
-
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
-        columns = torch.arange(input_ids.shape[1]) % 5
-        boost = self.table[(input_ids + columns) % V]
-        return inputs | {"boost": boost[:, -inputs["input_ids"].shape[1] :]}
-
-
-class Grown(Steered):
-    """Its `_update_model_kwargs_for_generation` makes a column for every new token."""
-
-    def prepare_inputs_for_generation(self, input_ids, steering=None, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        return inputs if steering is None else inputs | {"steering": steering[:, -inputs["input_ids"].shape[1] :]}
-
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
-        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
-        steering = model_kwargs.get("steering")
-        grown = {} if steering is None else {"steering": torch.cat([steering, steering[:, -1:].roll(1, -1)], dim=1)}
-        return model_kwargs | grown
 
 
 class ByOutputs(Steered):
@@ -146,19 +121,9 @@ def test_it_is_repeated_for_several_texts_of_a_prompt():
 
 @pytest.mark.core
 def test_methods_of_a_class_of_ones_own_decode_plainly():
-    for kind, drafter in itertools.product([Adding, OfTokens, Grown, ByOutputs], ["ngram", "tree"]):
+    for kind, drafter in itertools.product([Adding, ByOutputs], ["ngram", "tree"]):
         model = model_of(kind)
-        keywords = {"steering": bias(4, 20)} if kind is Grown else {}
-        speculates(model, DRAFTERS[drafter](model), left_padded(prompts(4)), shows=False, **keywords)
-
-
-def test_a_whole_prompt_that_nobody_slices_decodes_plainly():
-    model, batch = model_of(), dict(input_ids=torch.full((2, 6), 7))
-    plain, drafter = model.generate(**batch, **GREEDY), DRAFTERS["ngram"](model)
-    with warnings_of("tokenahead") as messages, pytest.raises(RuntimeError):  # the model itself cannot add it
-        model.generate(**batch, **GREEDY, steering=bias(2, 6).repeat(1, 1, 2), assistant_model=drafter)
-    assert any("steering=" in message for message in messages)
-    assert torch.equal(plain, model.generate(**batch, **GREEDY, assistant_model=drafter))
+        speculates(model, DRAFTERS[drafter](model), left_padded(prompts(4)), shows=False)
 
 
 @pytest.mark.parametrize("answer", ["dict", "cache"])
@@ -179,30 +144,6 @@ def test_a_text_that_ended_long_before_is_whole(answer):
     assert texts[0].equal(texts[1])
     for row, length in enumerate((texts[0] != 0).sum(1).clamp(max=texts[0].shape[1] - 1).tolist()):
         torch.testing.assert_close(*(cache.layers[1].keys[row, :, :length] for cache in caches))
-
-
-class Always(Steered):
-    """Its logits are steered for any input."""
-
-    def forward(self, *args, **kwargs):
-        return with_bias(super().forward(*args, **kwargs), self.bias)
-
-
-@pytest.mark.by_day("assistant")
-@pytest.mark.parametrize("kind", ["assistant", "ngram"])
-def test_sampled_text_follows_the_steered_distribution(kind):
-    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
-    small = AssistantDrafter(blurred(model, 0.5), num_tokens=3)
-    model.__class__, model.bias = Always, torch.tensor([0.0, 1.5, -1.0, 0.5, 0.0])
-    distribution = continuation_distribution(model, prompt, 3, top_k=0)
-    model.__class__ = Steered
-    drafter = (small if kind == "assistant" else NgramDrafter(longest=1, num_tokens=3, branches=2)).attach(model)
-    out = model.generate(
-        prompt, do_sample=True, num_return_sequences=2_000, max_new_tokens=6, top_k=0, steering=model.bias[None, None],
-        assistant_model=drafter, return_dict_in_generate=True,
-    )  # fmt: skip
-    assert len({count for row in out.speculation.rows_accepted for count in row}) > 2
-    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 class SteeredEvaByte(EvaByteForMTPC):

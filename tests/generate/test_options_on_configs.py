@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tests.every_model import llama, moved_heads
+from tests.every_model import llama
 from tests.families import family_model
 from tests.ptp_models import student
-from tokenahead import AssistantDrafter, NgramDrafter
-from tokenahead.generation import plan as plan_module
+from tokenahead import AssistantDrafter
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
 PLAIN = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
@@ -64,47 +63,6 @@ def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     assert torch.equal(model.generate(PROMPT, slot_budget="linear", **sampled), want)
     other = model.generate(PROMPT, slot_budget="linear", seed=4, **sampled)
     assert torch.equal(model.generate(PROMPT, generation_config=config, seed=4), other)
-
-
-def test_what_a_config_says_is_checked_as_what_a_call_says():
-    for fields, message in [
-        ({"draft_tree": {"depth": 1, "width": 2}}, "draft_tree=.*{'depth': 1, 'width': 2}"),
-        ({"slot_budget": 5}, "slot_budget=.*DeepSeekMTP"),
-        ({"seed": 1}, "seed="),
-    ]:
-        model = modules()
-        with pytest.raises(ValueError, match=message):
-            model.generate(PROMPT, generation_config=GenerationConfig(**fields, **PLAIN))
-        for name, value in fields.items():
-            setattr(model.generation_config, name, value)
-        with pytest.raises(ValueError, match=message):
-            model.generate(PROMPT, **PLAIN)
-
-
-OTHERS = {
-    "ngram": (lambda model: NgramDrafter(), TREE, "of n-grams must be"),
-    "assistant": (lambda model: AssistantDrafter(llama()), TREE, "AssistantDrafter drafts chains only"),
-    "shallow heads": (lambda model: moved_heads(model), {"depth": 5}, "has paths of 6 tokens"),
-}
-
-
-@pytest.mark.core
-def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(monkeypatch):
-    for name in OTHERS:
-        make, tree, why = OTHERS[name]
-        said = []
-        monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
-        model = llama()
-        want, drafter = model.generate(PROMPT, **PLAIN).sequences, make(model).attach(model)
-        model.generation_config.draft_tree, model.generation_config.slot_budget = tree, 4
-        for passed in ({}, {"generation_config": GenerationConfig(draft_tree=tree)}):  # a pipeline passes a copy
-            out = model.generate(PROMPT, **passed, **PLAIN, assistant_model=drafter)
-            assert torch.equal(out.sequences, want) and sizes(out) > {0}
-            assert "The generation_config of LlamaForCausalLM is not followed in all: " in said[-1]
-        with pytest.raises(ValueError, match=why):
-            model.generate(PROMPT, **PLAIN, assistant_model=drafter, draft_tree=tree)
-        with pytest.raises(ValueError, match="seed="):
-            model.generate(PROMPT, generation_config=GenerationConfig(seed=5, **PLAIN), assistant_model=drafter)
 
 
 def test_the_assistant_says_last_how_many_tokens_it_drafts():

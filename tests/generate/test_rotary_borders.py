@@ -89,16 +89,3 @@ def test_a_source_of_uniforms_is_refused_across_the_border():
     model = PTPForCausalLM.from_backbone(made(dynamic), num_slots=3)
     with pytest.raises(ValueError, match="seed=.*rope_type=.*'dynamic'"):
         model.generate(**prompts(BORDER - 5), max_new_tokens=30, do_sample=True, seed=3)
-
-
-@pytest.mark.by_day("85")
-@pytest.mark.parametrize("length", [20, 85])
-def test_trials_of_trees_stay_below_the_border(length, caplog):
-    model = made(longrope)
-    heads = MTPHeads.from_backbone(model, window=4, unembedding="own")
-    options = dict(max_new_tokens=8, do_sample=False, assistant_model=heads, draft_tree="auto", use_mtp=True)
-    with caplog.at_level("WARNING"):
-        found = model.generate(**prompts(length), **options)
-    assert torch.equal(found, model.generate(**prompts(length), max_new_tokens=8, do_sample=False))
-    assert "assistant_confidence_threshold" not in caplog.text and "Decoding one token" not in caplog.text
-    assert heads.tree_choices

@@ -74,24 +74,6 @@ def test_rows_that_end_leave_the_others_as_they_are():
         assert got[:length] == row[:length] and not any(got[length:])
 
 
-def test_what_a_seed_cannot_be():
-    for options, message in [
-        ({"seed": 1, "num_beams": 2}, "seed=.*num_beams=.*2"),
-        ({"seed": 1, "num_beams": 2, "do_sample": False}, "seed=.*num_beams=.*2"),
-        ({"uniforms": torch.rand(1, 3), "num_beams": 2}, "uniforms=.*num_beams=.*2"),
-        ({"seed": 1, "use_cache": False}, "seed=.*use_cache="),
-        ({"seed": 1, "guidance_scale": 2.0}, "seed=.*guidance_scale=.*2.0"),
-        ({"seed": 1, "prompt_lookup_num_tokens": 2}, "seed=.*prompt_lookup_num_tokens"),
-        ({"seed": 1, "verification": "block", "num_assistant_tokens_schedule": "adaptive"}, "clock"),
-        ({"seed": True}, "seed=True"),
-        ({"seed": 1.5}, "seed=1.5"),
-        ({"seed": 2**64}, "must.*64"),
-        ({"seed": [1, 2]}, "seed.*2.*1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            write(model_of("one_hot"), [ids(3)], 3, **options)
-
-
 def test_without_a_seed_torch_says_what_is_drawn():
     model = model_of("categorical")
     torch.manual_seed(1)

@@ -7,41 +7,27 @@ from tests.every_model import llama
 from tokenahead import NgramDrafter, Speculation
 
 
-def test_one_row_is_a_plain_list():
-    statistics = Speculation([[2, 0, 1]], [[[5, 6], [7, 8], [9]]], backbone_calls=4, new_tokens=7)
-    assert statistics.accepted == [2, 0, 1]
-    assert statistics.drafts == [[5, 6], [7, 8], [9]]
-    assert statistics.tokens_per_call == pytest.approx(7 / 4)
-
-
-def test_several_rows_are_lists_of_lists():
-    statistics = Speculation([[1], [0, 2]], [[[5, 6]], [[7, 8], [9, 9]]], backbone_calls=3, new_tokens=8)
-    assert statistics.accepted == [[1], [0, 2]]
-    assert statistics.drafts == [[[5, 6]], [[7, 8], [9, 9]]]
-    assert statistics.rows_calls == [2, 3] and statistics.tokens_per_call == pytest.approx(8 / 5)
+def test_rows_and_tokens_per_call():
+    """One row is a plain list, and several are lists of lists."""
+    one = Speculation([[2, 0, 1]], [[[5, 6], [7, 8], [9]]], backbone_calls=4, new_tokens=7)
+    assert one.accepted == [2, 0, 1] and one.drafts == [[5, 6], [7, 8], [9]]
+    assert one.tokens_per_call == pytest.approx(7 / 4)
+    two = Speculation([[1], [0, 2]], [[[5, 6]], [[7, 8], [9, 9]]], backbone_calls=3, new_tokens=8)
+    assert two.accepted == [[1], [0, 2]] and two.drafts == [[[5, 6]], [[7, 8], [9, 9]]]
+    assert two.rows_calls == [2, 3] and two.tokens_per_call == pytest.approx(8 / 5)
+    assert Speculation([[]], [[]]).tokens_per_call == 0
 
 
 def test_shares_are_those_of_all_verifications_whatever_their_drafts():
-    """Position 1: 3 of 4; position 2: 2 of 4; position 3: 1 of 4, though only two drafts had a third token."""
-    statistics = Speculation([[3, 0], [2, 1]], [[[1, 1, 1], [1, 1]], [[1, 1, 1], [1, 1]]])
-    assert statistics.accepted_by_position == pytest.approx([3 / 4, 2 / 4, 1 / 4])
-
-
-def test_shares_fall_where_long_drafts_are_the_good_ones():
-    statistics = Speculation([[0, 0, 3]], [[[1], [1], [1, 1, 1]]])
-    assert statistics.accepted_by_position == pytest.approx([1 / 3] * 3)
-
-
-def test_positions_in_trees_are_those_of_paths():
-    statistics = Speculation([[2, 0]], [[[1, 2, 3, 4], [1, 2, 3]]], rows_depths=[[2, 2]])
-    assert statistics.accepted_by_position == pytest.approx([1 / 2, 1 / 2])
-
-
-def test_nothing_drafted():
-    statistics = Speculation([[0]], [[[]]], backbone_calls=2, new_tokens=2)
-    assert statistics.accepted_by_position == []
-    assert Speculation([[]], [[]]).accepted_by_position == []
-    assert Speculation([[]], [[]]).tokens_per_call == 0
+    """Of the first case: 3 of 4, 2 of 4, and 1 of 4, though only two drafts had a third token."""
+    for accepted, drafts, depths, shares in [
+        ([[3, 0], [2, 1]], [[[1, 1, 1], [1, 1]], [[1, 1, 1], [1, 1]]], {}, [3 / 4, 2 / 4, 1 / 4]),
+        ([[0, 0, 3]], [[[1], [1], [1, 1, 1]]], {}, [1 / 3] * 3),
+        ([[2, 0]], [[[1, 2, 3, 4], [1, 2, 3]]], {"rows_depths": [[2, 2]]}, [1 / 2, 1 / 2]),  # of paths in trees
+        ([[0]], [[[]]], {}, []),
+        ([[]], [[]], {}, []),
+    ]:
+        assert Speculation(accepted, drafts, **depths).accepted_by_position == pytest.approx(shares)
 
 
 def test_ended_sequences_count_in_no_further_call():

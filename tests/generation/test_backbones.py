@@ -7,10 +7,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     FalconConfig,
-    GitConfig,
     GPTNeoConfig,
-    GPTNeoXConfig,
-    GPTNeoXJapaneseConfig,
     MegatronBertConfig,
     MptConfig,
     OpenAIGPTConfig,
@@ -75,11 +72,6 @@ def test_encoders_are_refused_and_the_same_layers_as_decoders_are_not():
         NgramDrafter().attach(model)
 
 
-def test_decoders_whose_config_does_not_say_so_are_taken():
-    for kind in (GPTNeoXConfig, GPTNeoXJapaneseConfig):
-        NgramDrafter().attach(AutoModelForCausalLM.from_config(kind(intermediate_size=64, **SIZES, **IDS)))
-
-
 def test_a_model_without_a_cache_is_refused():
     config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=48)
     with pytest.raises(ValueError, match=f"OpenAIGPTLMHeadModel.*{CACHE}"):
@@ -94,17 +86,6 @@ def test_trees_need_attention_with_dense_masks():
         model.config._attn_implementation = "flash_attention_2"
         with pytest.raises(ValueError, match="flash_attention_2"):
             model.generate(prompt, assistant_model=drafter, max_new_tokens=8, **asked)
-
-
-def test_a_picture_in_the_cache_without_tokens_is_refused():
-    vision = dict(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    model = AutoModelForCausalLM.from_config(
-        GitConfig(intermediate_size=64, vision_config=vision, num_attention_heads=4, hidden_size=32, vocab_size=48)
-    )
-    with pytest.raises(ValueError, match="GitForCausalLM.*picture"):
-        NgramDrafter().attach(model)
 
 
 def test_states_that_read_a_block_otherwise_than_its_tokens_decode_plainly():

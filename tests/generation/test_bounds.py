@@ -1,16 +1,12 @@
 """Drafts and trees are no larger than a call can use, also where options ask for more."""
 
-import json
 import tracemalloc
 from contextlib import contextmanager
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
 
 from tests.every_model import llama
-from tests.ptp_models import student
 from tokenahead import (
     DrafterCascade,
     EagleHead,
@@ -87,19 +83,6 @@ def test_huge_trees_change_nothing(base, kind, do_sample):
             assert do_sample or torch.equal(out, wanted)
 
 
-def test_a_generation_config_is_cut_too(base):
-    config = GenerationConfig(max_new_tokens=12, num_assistant_tokens=10**9, pad_token_id=0)
-    with detaching(NgramDrafter().attach(base)) as drafter:
-        out = base.generate(PROMPT, generation_config=config, assistant_model=drafter)
-    assert torch.equal(out, base.generate(PROMPT, max_new_tokens=12))
-
-
-def test_the_loop_of_transformers_is_bounded_too(base):
-    with detaching(EagleHead.from_backbone(base, version=1, draft_length=10**9)) as head:
-        options = CallOptions(num_assistant_tokens=head.default_draft()).cut(base, PROMPT, 20)
-    assert options.num_assistant_tokens == 32
-
-
 def test_cuts_are_the_tokens_left_or_the_context(base):
     def cut(max_length, **options):
         return CallOptions(num_assistant_tokens=10**9, **options).cut(base, PROMPT, max_length)
@@ -118,59 +101,9 @@ def test_a_rank_beyond_the_vocabulary_is_refused():
             ranked_tree([(0,), (rank,)], torch.zeros(1, 64), lambda tokens, parents: torch.zeros(1, 1, 64))
 
 
-def test_a_seed_gives_the_same_text_at_any_limit():
-    model = student(num_slots=4)
-    short, long = (
-        model.generate(PROMPT % 30, max_new_tokens=size, do_sample=True, seed=3, verification="block")
-        for size in (6, 24)
-    )
-    assert torch.equal(short, long[:, : short.shape[1]])
-
-
 def test_a_huge_request_allocates_little(base):
     with detaching(NgramDrafter().attach(base)) as drafter:
         tracemalloc.start()
         base.generate(PROMPT, max_new_tokens=4, assistant_model=drafter, num_assistant_tokens=10**6)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
         tracemalloc.stop()
-
-
-@pytest.mark.by_day(most=4)
-def test_numbers_in_a_file_of_suffixes_are_checked(tmp_path):
-    for changed in [
-        {"factor": float("inf")},
-        {"factor": float("nan")},
-        {"factor": -1.0},
-        {"depth": 10**9},
-        {"num_tokens": 0},
-        {"max_nodes": 2**62},
-        {"counts": 0},
-        {"counts": 2**62},
-        {"tokens": 2**40},
-    ]:
-        drafter = SuffixDrafter()
-        drafter.add([5, 6, 7, 5, 6])
-        drafter.save_pretrained(tmp_path)
-        tensors = load_file(file := tmp_path / "suffixes.safetensors")
-        options = {"depth": 24, "num_tokens": 16, "max_nodes": 1 << 18, "factor": 1.0, "least": 0.1}
-        for name, value in changed.items():
-            if name in tensors:
-                tensors[name][0] = value
-            else:
-                options[name] = value
-        save_file(tensors, file, {"options": json.dumps(options)})
-        with pytest.raises(ValueError, match="suffixes"):
-            SuffixDrafter.from_pretrained(tmp_path)
-
-
-def test_ids_that_are_added_are_of_the_vocabulary(base):
-    alone, member = SuffixDrafter(), SuffixDrafter()
-    alone.add([10**6])  # of a larger vocabulary, perhaps
-    with pytest.raises(ValueError, match="1000000"):
-        alone.attach(base)
-    with pytest.raises(ValueError, match="ids"):
-        alone.add([2**40])
-    with detaching(DrafterCascade([member, MTPHeads.from_backbone(base)]).attach(base)):
-        for ids in ([64], [[5], [10**6]], [-1]):
-            with pytest.raises(ValueError, match="ids"):
-                member.add(ids)

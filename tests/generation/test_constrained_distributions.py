@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from tests import tree_worlds
-from tests.tree_worlds import World, all_trees, emitted_distribution, first_of_length
+from tests.tree_worlds import World, first_of_length
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
 from tokenahead.generation.call.options import warped
 from tokenahead.generation.call.processing import Processing
@@ -107,18 +107,6 @@ def test_drafts_are_drawn_from_the_masked_conditionals_along_them():
             legal |= world.along(world.p, tree)[:, places].flatten(1).gather(1, above * V + chosen) > 0
             alive = legal & alive.gather(1, above)
             masks.extend(chosen, above)
-
-
-def test_what_is_emitted_has_the_targets_distribution():
-    for seed, rule, shape in itertools.product(range(3), ["token", "block"], SHAPES):
-        world = Constrained(seed)
-        assert ((world.free * (world.p > 0)).sum(-1) == 0).any()
-        tree, chance = all_trees(world, SHAPES[shape], replacement=shape == "chain")
-        possible = chance > 0
-        halves = possible.view(2, -1).any(0).repeat(2)
-        tree = DraftTree(tree.tokens[halves], tree.parents[halves], tree.probs[halves], replacement=tree.replacement)
-        found = emitted_distribution(world, tree, chance[halves], rule)
-        assert (found - world.target()).abs().max() < 1e-12
 
 
 def depth_of(parents, node):

@@ -1,17 +1,14 @@
 """Positions and token types that a call gives, or that an image makes, go on in drafts as in plain decoding."""
 
 import itertools
-from functools import wraps
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration, StaticCache
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from tests.backbones import prompts
-from tests.models import left_padded, trained_model
-from tests.ptp_models import CONFIGS, student
-from tests.ptp_models import backbone as ptp_backbone
-from tokenahead import MTPHeads, NgramDrafter, PTPStudent
+from tests.models import left_padded
+from tokenahead import NgramDrafter, PTPStudent
 
 GREEDY = dict(do_sample=False, max_new_tokens=24)
 IMAGE = 60
@@ -86,36 +83,6 @@ def test_slots_that_ride_along():
         options = batch | given(batch, name) | GREEDY
         plain = model.generate(**options)
         assert torch.equal(model.generate(**options, assistant_model=apart), plain)
-
-
-def test_one_token_at_a_time_on_a_static_cache():
-    model = student(base=ptp_backbone(CONFIGS["gpt2"]()))
-    batch = left_padded(prompts(3, vocabulary=11))
-    options = batch | given(batch, "position_ids") | dict(do_sample=True, max_new_tokens=12, pad_token_id=0, seed=3)
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False, past_key_values=cache))
-
-
-def test_positions_that_a_model_does_not_read():
-    model, batch = trained_model(), left_padded([torch.arange(100, 109), torch.arange(120, 134)])
-    options = batch | given(batch, "position_ids") | GREEDY
-    assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
-
-
-def test_trials_of_trees_are_given_them_too(monkeypatch):
-    model, types = gpt2(), []
-    heads, batch = MTPHeads.from_backbone(model, window=3, unembedding="own"), left_padded(prompts(4)[2:3])
-    forward = GPT2LMHeadModel.forward
-
-    @wraps(forward)
-    def watched(self, *args, **kwargs):
-        types.append(kwargs.get("token_type_ids"))
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", watched)
-    options = batch | given(batch, "token_type_ids") | GREEDY
-    model.generate(**options, assistant_model=heads, draft_tree="auto")
-    assert len(types) > 24 and all(kinds is not None for kinds in types)
 
 
 class Coloured(GPT2LMHeadModel):

@@ -178,23 +178,6 @@ def test_texts_are_those_of_plain_decoding(kind, decide, eos):
             assert stats.rows_calls == [1 + len(each) for each in other]
 
 
-@pytest.mark.parametrize("eos", [None, 5])
-def test_good_drafts_stay_good(eos):
-    """A criterion for the whole batch costs no more than half of plain decoding's calls."""
-    torch.manual_seed(0)
-    model = llama(initializer_range=0.25)
-    drafter, batch = KnowingChains(64).attach(model), batch_of(1) | {"eos_token_id": eos}
-    drafter.texts = model.generate(**batch | {"eos_token_id": None}).tolist()
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    counts = []
-    for asked in ({}, {"assistant_model": drafter}, {"assistant_model": drafter, "return_dict_in_generate": True}):
-        calls.clear()
-        model.generate(**batch, **asked, stopping_criteria=[Watcher("all", 9)])
-        counts.append(len(calls))
-    assert 2 * max(counts[1:]) <= counts[0], counts
-
-
 @pytest.mark.by_day("qwen3_next")
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next", "inkling_text", "evabyte"])
 def test_returned_caches_go_on_where_the_batch_was_stopped(name):

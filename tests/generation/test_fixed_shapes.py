@@ -49,6 +49,13 @@ def model():
     return backbone().double()
 
 
+@pytest.fixture
+def drafter(model):
+    made = train_heads(model)
+    yield made
+    made.detach()
+
+
 @pytest.fixture(autouse=True)
 def fresh(model):
     yield
@@ -83,14 +90,12 @@ def same(one, other):
 
 @pytest.mark.by_day("greedy, eos", "processors", "fixed tree", "grown tree")
 @pytest.mark.parametrize("way", WAYS)
-def test_texts_and_statistics_are_those_of_the_eager_loop(model, way):
-    drafter = train_heads(model)
+def test_texts_and_statistics_are_those_of_the_eager_loop(model, drafter, way):
     for rows in (1, 3):
         eager = generated(model, drafter, batch_of(rows), **WAYS[way])
         fixed = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
         assert same(eager, fixed) and eager.speculation.graphs is None
         assert list(fixed.speculation.graphs.reasons) == ["cycle"]  # a processor has no graphs
-    drafter.detach()
 
 
 @pytest.mark.by_day("FakeGraph-hydra")
@@ -110,13 +115,11 @@ def test_cycles_of_all_heads_repeat_themselves(model, kind, fake):
 )
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_cycles_repeat_themselves_whatever_is_asked(model, way, rows, fake):
-    drafter = train_heads(model)
+def test_cycles_repeat_themselves_whatever_is_asked(model, drafter, way, rows, fake):
     out = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
     assert out.speculation.graphs.replayed["cycle"] and not out.speculation.graphs.reasons
     if "greedy" in way:
         assert same(out, generated(model, drafter, batch_of(rows), **WAYS[way]))
-    drafter.detach()
 
 
 @pytest.mark.by_day("FakeGraph")
@@ -131,8 +134,8 @@ def test_a_compiled_call_does_not_replay_what_was_recorded_uncompiled(model, fak
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_later_calls_record_and_allocate_nothing(model, fake):
-    drafter, options = train_heads(model), WAYS["sampled"] | dict(cache_implementation="static")
+def test_later_calls_record_and_allocate_nothing(model, drafter, fake):
+    options = WAYS["sampled"] | dict(cache_implementation="static")
     first = generated(model, drafter, batch_of(3), **options)
     again = generated(model, drafter, batch_of(3, seed=6), **options)
     gc.collect()
@@ -152,18 +155,16 @@ def test_later_calls_record_and_allocate_nothing(model, fake):
         assert larger.recorded == 1 and larger.buffers_made
         gc.collect()
     assert free_buffers(model) == larger.buffer_bytes and free_buffers(model) == 0
-    drafter.detach()
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_what_an_earlier_recording_fixed_is_recorded_anew(model, fake):
-    drafter, options = train_heads(model), SAMPLED | dict(eos_token_id=None, cache_implementation="static")
+def test_what_an_earlier_recording_fixed_is_recorded_anew(model, drafter, fake):
+    options = SAMPLED | dict(eos_token_id=None, cache_implementation="static")
     made = []
     for change in (dict(), dict(temperature=0.5), dict(temperature=0.6), dict(num_assistant_tokens=2), dict()):
         gc.collect()
         made.append(generated(model, drafter, batch_of(2), **options, **change).speculation.graphs.recorded)
     assert made == [1, 1, 1, 1, 0]
-    drafter.detach()
 
 
 def observed(monkeypatch):
@@ -182,43 +183,29 @@ def nothing(ids, scores):
     return scores
 
 
-@pytest.mark.by_day("FakeGraph")
-def test_whom_the_host_calls_gets_two_regions(model, fake, monkeypatch):
-    drafter, names = train_heads(model), observed(monkeypatch)
-    options = WAYS["greedy"] | dict(logits_processor=[nothing])
-    eager = generated(model, drafter, batch_of(3), **options)
-    names.clear()
-    fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
-    assert same(eager, fixed) and set(names) == {"forward"}
-    monkeypatch.setattr(loop_module, "REGION_OBSERVER", None)
-    fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
-    assert same(eager, fixed)
-    told = fixed.speculation.graphs
-    assert "nothing" in told.reasons["cycle"] and set(told.replayed) == {"forward"}
-    drafter.detach()
-
-
 def stops_at(ids, scores, **kwargs):
     """A criterion of the user."""
     return (ids[:, -1] == 9) | (ids[:, -1] == 4)
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_criteria_of_the_user_decide_as_in_the_eager_loop(model, fake):
-    drafter = train_heads(model)
-    for way in ("greedy", "sampled"):
-        options = WAYS[way] | dict(stopping_criteria=[stops_at])
+def test_whom_the_host_calls_gets_two_regions(model, drafter, fake, monkeypatch):
+    names = observed(monkeypatch)
+    for asked in ({"logits_processor": [nothing]}, {"stopping_criteria": [stops_at]}):
+        options = WAYS["greedy"] | asked
         eager = generated(model, drafter, batch_of(3), **options)
-        fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+        for observer in (loop_module.REGION_OBSERVER, None):
+            with monkeypatch.context() as patched:
+                patched.setattr(loop_module, "REGION_OBSERVER", observer)
+                names.clear()
+                fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+            assert same(eager, fixed) and set(names) == ({"forward"} if observer else set())
         told = fixed.speculation.graphs
-        assert "stops_at" in told.reasons["cycle"] and set(told.replayed) == {"forward"}
-        assert way == "sampled" or same(eager, fixed)
-    drafter.detach()
+        assert asked.popitem()[1][0].__name__ in told.reasons["cycle"] and set(told.replayed) == {"forward"}
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_records_are_those_of_the_eager_loop(model, fake):
-    drafter = train_heads(model)
+def test_records_are_those_of_the_eager_loop(model, drafter, fake):
     options = WAYS["greedy"] | dict(output_scores=True, output_logits=True, output_hidden_states=True)
     eager = generated(model, drafter, batch_of(3), **options)
     fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
@@ -227,12 +214,11 @@ def test_records_are_those_of_the_eager_loop(model, fake):
     torch.testing.assert_close(torch.stack(fixed.logits), torch.stack(eager.logits))
     for one, other in zip(fixed.hidden_states[1:], eager.hidden_states[1:], strict=True):
         torch.testing.assert_close(torch.stack(one), torch.stack(other))
-    drafter.detach()
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_faults_leave_no_trace_in_a_replayed_cycle(model, fake, monkeypatch):
-    drafter, propose = train_heads(model), HeadSession.propose
+def test_faults_leave_no_trace_in_a_replayed_cycle(model, drafter, fake, monkeypatch):
+    propose = HeadSession.propose
     plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
 
     def damaged(session, tokens, length):
@@ -243,7 +229,6 @@ def test_faults_leave_no_trace_in_a_replayed_cycle(model, fake, monkeypatch):
     fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
     assert torch.equal(fixed.sequences, plain.sequences)
     assert 0 < fixed.speculation.graphs.replayed["cycle"] < fixed.speculation.backbone_calls - 10
-    drafter.detach()
 
 
 class Reading(torch.nn.Module):
@@ -271,8 +256,8 @@ def test_a_forward_that_reads_from_the_device_is_launched_eagerly(fake):
 
 @pytest.mark.by_day(each=1)
 @pytest.mark.parametrize("what", ["deterministic", "autocast", "hooks", "devices", "offloading"])
-def test_what_no_graph_can_repeat_is_refused_with_its_reason(model, fake, what):
-    drafter, handle = train_heads(model), None
+def test_what_no_graph_can_repeat_is_refused_with_its_reason(model, drafter, fake, what):
+    handle = None
     if what == "deterministic":
         torch.use_deterministic_algorithms(True)
     elif what == "hooks":
@@ -288,7 +273,6 @@ def test_what_no_graph_can_repeat_is_refused_with_its_reason(model, fake, what):
         handle is None or handle.remove()
     told = fixed.speculation.graphs
     assert what in told.reasons["cycle"] and not told.replayed and not told.recorded
-    drafter.detach()
 
 
 class OnCuda(torch.nn.Module):
@@ -321,69 +305,51 @@ def test_a_wait_for_the_device_is_found_before_anything_is_recorded(monkeypatch)
 
 @pytest.mark.by_day("FakeGraph-9-0")
 @pytest.mark.parametrize("waiting, recorded", [(1, 1), (9, 0)])
-def test_who_waits_at_first_is_tried_again(model, fake, monkeypatch, waiting, recorded):
+def test_who_waits_at_first_is_tried_again(model, drafter, fake, monkeypatch, waiting, recorded):
     waits = iter(["modeling.py:7, where the host waits"] * waiting + [None] * 99)
     monkeypatch.setattr(graphs_module, "_beside", lambda run, device: (run(), next(waits)))
-    drafter = train_heads(model)
     told = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static").speculation.graphs
     assert told.recorded == recorded and bool(told.replayed) == bool(recorded)
     assert told.reasons.get("cycle", "").startswith("modeling.py:7") == (not recorded)
-    drafter.detach()
 
 
-def test_what_a_recording_reads_lives_as_long(model, monkeypatch):
+def test_what_a_recording_reads_lives_as_long(model, drafter, monkeypatch):
     monkeypatch.setitem(graphs_module.GRAPHS, "cpu", BlindGraph)
-    drafter, options = train_heads(model), WAYS["fixed tree"] | dict(cache_implementation="static")
+    options = WAYS["fixed tree"] | dict(cache_implementation="static")
     first = generated(model, drafter, batch_of(3), **options)
     gc.collect()
     for size in range(2000, 2300):  # the newest sizes displace those of the recording
         cached_arange(size, model.device)
     again = generated(model, drafter, batch_of(3), **options)
     assert same(first, again) and not again.speculation.graphs.recorded
-    drafter.detach()
 
 
-def test_want_of_memory_is_said_with_its_bytes(model, monkeypatch):
-    drafter = train_heads(model)
+def test_want_of_memory_is_said_with_its_bytes(model, drafter, monkeypatch):
     plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
     monkeypatch.setattr(static_module, "free_bytes", lambda device: 2**10)
     fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
     assert same(plain, fixed) and "GiB" in fixed.speculation.graphs.reasons["cycle"]
-    drafter.detach()
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_adaptive_lengths_are_few(model, fake):
-    drafter = train_heads(model)
-    options = WAYS["greedy"] | dict(num_assistant_tokens_schedule="adaptive", cache_implementation="static")
-    fixed = generated(model, drafter, batch_of(3), **options)
-    plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
-    assert torch.equal(fixed.sequences, plain.sequences) and fixed.speculation.graphs.recorded <= 4
-    drafter.detach()
-
-
-@pytest.mark.by_day("FakeGraph")
-def test_nobody_records_while_another_call_runs(model, fake):
-    drafter, options = train_heads(model), WAYS["greedy"] | dict(cache_implementation="static")
+def test_nobody_records_while_another_call_runs(model, drafter, fake):
+    options = WAYS["greedy"] | dict(cache_implementation="static")
     with graphs_module.running():
         told = generated(model, drafter, batch_of(3), **options).speculation.graphs
     assert not told.recorded and not told.replayed
-    drafter.detach()
 
 
 @pytest.mark.by_day("FakeGraph")
-def test_drafts_made_on_the_host_leave_the_rest_recorded(model, fake, monkeypatch):
-    drafter = train_heads(model)
+def test_drafts_made_on_the_host_leave_the_rest_recorded(model, drafter, fake, monkeypatch):
     monkeypatch.setattr(HeadSession, "reads_host", True)
     monkeypatch.setattr(NumberCheck, "note", lambda *_: None)  # look-ups choose from no scores
     fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
     assert same(fixed, generated(model, drafter, batch_of(3), **WAYS["greedy"]))
     assert fixed.speculation.graphs.replayed["cycle"] == fixed.speculation.backbone_calls - 3
-    drafter.detach()
 
 
-def test_the_host_reads_a_cycle_while_the_next_one_runs(model, monkeypatch):
-    drafter, names, read = train_heads(model), observed(monkeypatch), Cycle.read
+def test_the_host_reads_a_cycle_while_the_next_one_runs(model, drafter, monkeypatch):
+    names, read = observed(monkeypatch), Cycle.read
 
     def noted(cycle, skipped):
         names.append("read")
@@ -400,7 +366,6 @@ def test_the_host_reads_a_cycle_while_the_next_one_runs(model, monkeypatch):
         cycles, reads = (names.count(name) for name in ("cycle", "read"))  # one read is that of the prompt
         assert names[:6] == ["read", "cycle", "cycle", "read", "cycle", "read"]
         assert cycles - reads + 1 == (eos is not None)  # who ends by its length leaves nothing unread
-    drafter.detach()
 
 
 def test_a_buffer_that_is_replaced_takes_what_was_recorded_along():

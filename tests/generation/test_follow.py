@@ -67,35 +67,3 @@ def test_greedy_verification_follows_the_argmax():
     scores = torch.nn.functional.one_hot(torch.tensor([[2, 0, 3, 0, 0, 1]]), 5).float()
     nodes, accepted, added = verify_tree_greedy(tree, scores)
     assert (nodes.tolist(), accepted.tolist(), added.tolist()) == ([[1, 4, -1, -1, -1]], [2], [1])
-
-
-def greedy_tokens(draft: torch.Tensor, scores: torch.Tensor) -> list[list[int]]:
-    result = follow(DraftTree.chain(draft), scores.argmax(-1))
-    accepted, best = result.num_accepted, result.tokens
-    assert best.shape == scores.shape[:2] and best.dtype == accepted.dtype == torch.long
-    return [row[: count + 1].tolist() for row, count in zip(best, accepted)]
-
-
-def test_greedy_keeps_what_the_target_would_choose():
-    scores = torch.full((5, 4, 6), -1.0)
-    scores.scatter_(2, torch.tensor([1, 2, 3, 4]).expand(5, 4)[..., None], 1.0)
-    draft = torch.tensor([[1, 2, 3], [1, 2, 0], [1, 0, 3], [0, 2, 3], [5, 5, 5]])
-    assert greedy_tokens(draft, scores) == [[1, 2, 3, 4], [1, 2, 3], [1, 2], [1], [1]]
-
-
-def test_greedy_with_nothing_drafted_adds_the_argmax():
-    scores = torch.tensor([[[0.0, 2.0, 1.0]], [[3.0, float("-inf"), 1.0]]])
-    assert greedy_tokens(torch.empty(2, 0, dtype=torch.long), scores) == [[1], [0]]
-
-
-def test_greedy_is_sequential_decoding_row_by_row():
-    """Whatever is drafted, the emitted tokens are those of an argmax at a time along the draft."""
-    scores = torch.randn(2000, 5, 3)
-    draft = torch.randint(0, 3, (2000, 4))
-    emitted = greedy_tokens(draft, scores)
-    assert {len(tokens) for tokens in emitted} == {1, 2, 3, 4, 5}
-    for tokens, drafted, rows in zip(emitted, draft.tolist(), scores):
-        want = [int(rows[0].argmax())]
-        while len(want) < 5 and want[-1] == drafted[len(want) - 1]:
-            want.append(int(rows[len(want)].argmax()))
-        assert tokens == want

@@ -77,30 +77,6 @@ def test_texts_stay_while_sequences_leave(name, kind):
     assert sizes[0] == 8 and sizes == sorted(sizes, reverse=True) and sizes[-1] < 5, sizes
 
 
-@pytest.mark.by_day("heads", "assistant")
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_drafters_go_on_with_all_sequences(kind):
-    model = backbone()
-    batch, common = batch_of()
-    plain = model.generate(**batch, **common)
-    drafter, sizes = DRAFTERS[kind](model), sizes_of(model)
-    assert torch.equal(model.generate(**batch, **common, assistant_model=drafter), plain)
-    assert min(sizes) < 5
-
-
-def test_a_long_context_is_not_copied_for_a_few_tokens():
-    """The four sequences that are left have at most five more tokens, and each pays for 64 columns."""
-    for columns, leaves in [(8, True), (400, False)]:
-        model = backbone()
-        ids = torch.randint(2, 47, (8, columns), generator=torch.Generator().manual_seed(0))
-        ends = StoppingCriteriaList([EndsAt([columns + 3 if row < 4 else columns + 9 for row in range(8)])])
-        common = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=47, stopping_criteria=ends)
-        plain = model.generate(ids, **common)
-        drafter, sizes = NgramDrafter(longest=1, num_tokens=2).attach(model), sizes_of(model)
-        assert torch.equal(model.generate(ids, **common, assistant_model=drafter), plain)
-        assert (min(sizes) < 8) == leaves
-
-
 def adapted(**options):
     """A model with two adapters, and what its layers get by hooks."""
     lora = dict(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

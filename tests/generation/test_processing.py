@@ -2,14 +2,12 @@
 
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
-from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
 from tokenahead.generation.contract import DraftTree
@@ -194,12 +192,6 @@ def test_each_processor_does_something_here():
         assert not torch.equal(applied([name], tokens, logits), logits)
 
 
-def test_the_order_of_the_list_is_kept():
-    tokens, _, logits = rows_of([1, 3, 0, 2])
-    names = ["top-p", "repetition penalty"]
-    assert not torch.equal(applied(names, tokens, logits), applied(names[::-1], tokens, logits))
-
-
 class RowRecorder(LogitsProcessor):
     """Remembers the ids that every row was shown, and adds another bias to every row."""
 
@@ -273,25 +265,6 @@ def test_every_node_of_a_tree_sees_its_own_path():
                 }
 
 
-def test_batch_ids_of_the_prefix_function():
-    tokens, draft, logits = rows_of([2, 0, 2, 1])
-    draft[:] = torch.arange(4)[:, None]
-    tokens.write(draft)
-    asked: list[tuple[int, tuple[int, ...]]] = []
-
-    def prefix_allowed_tokens(batch_id: int, ids: torch.Tensor) -> list[int]:
-        asked.append((batch_id, tuple(ids.tolist())))
-        return [batch_id]
-
-    processor = library.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens, 1)
-    output = Processing(LogitsProcessorList([processor]))(
-        tokens, logits, chain_of(tokens, logits), [False, False, False, True]
-    )
-    assert (output[:3].argmax(-1) == torch.arange(3)[:, None]).all()
-    rows = ((row, true_prefix(tokens, row, at)) for row in range(3) for at in range(DRAFTS + 1))
-    assert sorted(asked) == sorted((row, tuple(ids.tolist())) for row, ids in rows)
-
-
 def test_prefix_function_is_not_asked_what_follows_an_excluded_draft():
     """A trie has no answer for a path that it does not hold; no such draft can be accepted, so nobody needs one."""
     tokens, draft, logits = rows_of([0, 2])
@@ -351,15 +324,3 @@ def test_drafts_are_warped_by_whatever_looks_at_scores_alone():
         want = processor(None, probs.flatten(0, 1).log()).softmax(-1).view(probs.shape)
         assert processing.is_pointwise and not torch.equal(want, probs)
         assert torch.equal(processing.warp(probs), want)
-
-
-def test_a_draw_from_a_draft_vocabulary_has_its_distribution():
-    for processors in [[], [TemperatureLogitsWarper(0.7)]]:
-        processing = Processing(LogitsProcessorList(processors))
-        options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
-        count, draft_ids = 20_000, torch.tensor([5, 1, 3])
-        torch.manual_seed(0)
-        logits = torch.tensor([[0.0, 1.0, -1.0]]).expand(count, 3)
-        tokens, q = DraftOptions.choose(options, logits, draft_ids, 6)
-        assert q[0, [0, 2, 4]].tolist() == [0, 0, 0] and set(tokens.tolist()) == {1, 3, 5}
-        assert ((tokens.bincount(minlength=6) / count - q[0]).abs() < 0.015).all()

@@ -3,11 +3,9 @@
 That it draws from the distributions of block verification is tested with `verify` in `test_verification`.
 """
 
-import pytest
 import torch
 
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.verification.rules import verify
 from tokenahead.generation.verification.verifiers import SampledVerifier, is_raced, race_block
 
 
@@ -47,14 +45,3 @@ def test_drawn_chains_are_raced_on_accelerators_alone():
         one, other = getattr(raced, name), getattr(here, name)
         assert one.shape == other.shape and one.dtype == other.dtype
     assert raced.check.shape == here.check.shape
-
-
-@pytest.mark.by_day("2")
-@pytest.mark.parametrize("size", [2, 300])
-def test_a_race_keeps_as_many_drafts_as_uniforms_do(size):
-    torch.manual_seed(size)
-    p, q = (torch.randn(2, 3, size).mul(1.5).softmax(-1) for _ in range(2))
-    p, q = p[:1].expand(40_000, -1, -1), q[:1, :2].expand(40_000, -1, -1)
-    draft = torch.multinomial(q.flatten(0, 1), 1).view(40_000, 2)
-    counts = [torch.bincount(way(draft, q, p)[0], minlength=3) / 40_000 for way in (race_block, verify)]
-    assert (counts[0] - counts[1]).abs().max() < 0.02 and counts[0].max() < 0.99

@@ -8,10 +8,7 @@ import torch
 from tests.backbones import backbone, prompts
 from tests.families import VOCABULARY, family_model, random_ids
 from tests.models import left_padded, tiny_model
-from tests.ptp_models import backbone as ptp_backbone
-from tests.ptp_models import student
-from tests.towers import tower_model
-from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
+from tokenahead import DrafterCascade, EagleHead, MTPHeads, SuffixDrafter
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.modeling.common.online import OnlineLearner
 from tokenahead.modeling.common.recording import OnlineBuffer
@@ -41,10 +38,6 @@ def learned(drafter, capacity=2**12, **options):
 
 def kept(learner):
     return learner.buffer.sample(100, torch.Generator())
-
-
-def without_last(row):
-    return {name: column[:-1] for name, column in row.items()}
 
 
 @pytest.mark.by_day(each=1)
@@ -192,47 +185,6 @@ def test_copies_do_not_learn():
     assert copy.deepcopy((model, heads))[1].recorder is None and heads.recorder is not None
 
 
-def test_what_cannot_learn_is_refused_by_name():
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=3)
-    for drafter in (NgramDrafter(), student("mask", base=ptp_backbone())):
-        with pytest.raises(TypeError, match=type(drafter).__name__):
-            OnlineLearner(drafter)
-    for name, value in {
-        "rows": 0,
-        "updates": 0,
-        "capacity": 1,
-        "learning_rate": -1.0,
-        "budget": 2.0,
-        "every": 0,
-    }.items():
-        with pytest.raises(ValueError, match=name):
-            OnlineLearner(heads, **{name: value})
-    learner = OnlineLearner(heads)
-    with pytest.raises(ValueError, match="freeze"):
-        OnlineLearner(heads)
-    assert learner.update() is None, "nothing is kept yet"
-    heads.requires_grad_(False)
-    with pytest.raises(ValueError, match="requires_grad"):
-        learner.update()
-    learner.freeze()
-    with pytest.raises(ValueError, match="requires_grad"):
-        OnlineLearner(heads)
-
-
-def test_a_policy_that_changes_its_sizes_is_refused_by_name():
-    model = backbone()
-    heads = MTPHeads.from_backbone(model, window=3)
-    learner, _ = learned(heads)
-    model.resize_token_embeddings(60)
-    with pytest.raises(ValueError, match="vocab_size"):
-        learner.update()
-    with pytest.raises(ValueError, match="width"):
-        learner.buffer.write(
-            [[]], torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 3).long(), NewTokens([1], torch.device("cpu"))
-        )
-
-
 @pytest.mark.parametrize("head", [{}, {"head_type": "cp", "rank": 2}], ids=["ff", "cp"])
 def test_of_a_model_that_drafts_for_itself_the_drafting_heads_alone_learn(head):
     model = tiny_model(num_pred_heads=4, mtp_head=head or None)
@@ -283,14 +235,6 @@ def test_of_sequential_modules_the_modules_alone_learn(name):
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, own[name])}
     assert moved and all(name.startswith("mtp.") for name in moved)
     assert all(parameter.requires_grad for parameter in model.main.parameters())
-
-
-def test_modules_that_cannot_learn_online_are_refused_by_name():
-    model = family_model("llama", num_nextn_predict_layers=1)
-    bare = DeepSeekMTP(model.config, (model.main, type(model.mtp)([], model.config, None)))
-    for drafter, said in ((bare, "num_modules=0"), (tower_model("qwen3_5"), "qwen3_5")):
-        with pytest.raises(ValueError, match=said):
-            OnlineLearner(drafter)
 
 
 def test_a_model_that_drafts_by_layers_of_its_own_is_refused():

@@ -35,71 +35,6 @@ def calls(kept: list[list[int]] = KEPT) -> list[Call]:
     return made
 
 
-def recorded(made: list[Call], **options: bool) -> Records:
-    records = Records(GenerationConfig(**({"return_dict_in_generate": True} | options)), BATCH)
-    for index, call in enumerate(made):
-        records.add(TargetOutput(call.logits, call.hidden_states), call.scores, call.kept, is_prefill=index == 0)
-    return records
-
-
-def kept_rows(made: list[Call], field: str, row: int) -> list[torch.Tensor]:
-    return [entry for call in made for entry in getattr(call, field)[row, : call.kept[row]]]
-
-
-def test_entries_follow_the_tokens():
-    made = calls()
-    scores, logits, _ = recorded(made, **ALL).per_token([6, 1], pad=3)
-    assert len(scores) == len(logits) == 6
-    for field, entries in (("scores", scores), ("logits", logits)):
-        assert all(entry.shape == (BATCH, V) for entry in entries)
-        long, short = (kept_rows(made, field, row) for row in range(2))
-        assert all(torch.equal(entry[0], want) for entry, want in zip(entries, long, strict=True))
-        assert torch.equal(entries[0][1], short[0])
-
-
-def test_an_ended_row_is_certain_of_padding():
-    scores, logits, hidden = recorded(calls(), **ALL).per_token([6, 1], pad=3)
-    for entry in (*scores[1:], *logits[1:]):
-        assert entry[1].softmax(-1).tolist() == [0, 0, 0, 1, 0]
-    assert all((layer[1] == 0).all() for step in hidden[1:] for layer in step)
-
-
-def test_hidden_states_are_shaped_like_transformers():
-    """The prompt first, then one step per token but the last, whose state was never computed."""
-    made = calls()
-    hidden = recorded(made, **ALL).per_token([6, 1], pad=3)[2]
-    assert len(hidden) == 6 and all(len(step) == LAYERS for step in hidden)
-    assert all(torch.equal(a, b) for a, b in zip(hidden[0], made[0].hidden_states))
-    for layer in range(LAYERS):
-        want = torch.cat([call.hidden_states[layer][0, : call.kept[0]] for call in made[1:]])
-        got = torch.cat([step[layer][:1] for step in hidden[1:]])
-        assert got.shape == (5, 1, WIDTH)
-        assert torch.equal(got[:, 0], want)
-
-
-def test_only_what_was_asked_for():
-    for wanted in ["output_scores", "output_logits", "output_hidden_states"]:
-        records = recorded(calls(), **{wanted: True})
-        order = ["output_scores", "output_logits", "output_hidden_states"]
-        entries = dict(zip(order, records.per_token([6, 1], pad=0)))
-        assert entries.pop(wanted) is not None
-        assert all(value is None for value in entries.values())
-
-
-def test_nothing_is_kept_without_a_dict():
-    records = recorded(calls(), **ALL, return_dict_in_generate=False)
-    assert records.per_token([6, 1], pad=0) == (None, None, None)
-    assert not any(row for rows in records.steps.values() for row in rows)
-    assert records.prompt is None
-
-
-def test_one_token_only():
-    made = calls([[1, 1]])
-    scores, logits, hidden = recorded(made, **ALL).per_token([1, 1], pad=0)
-    assert torch.equal(scores[0], made[0].scores[:, 0]) and torch.equal(logits[0], made[0].logits[:, 0])
-    assert len(scores) == len(logits) == len(hidden) == 1
-
-
 @pytest.mark.core
 def test_steps_that_were_verified_and_not_kept_are_dropped():
     """A stop string inside a block: records take the block, and are cut afterwards."""
@@ -111,8 +46,5 @@ def test_steps_that_were_verified_and_not_kept_are_dropped():
     scores, logits, hidden = records.per_token([4, 2], pad=3)
     assert len(scores) == len(logits) == len(hidden) == 4
     assert torch.equal(scores[1][1], made[1].scores[1, 0]) and torch.isneginf(scores[2][1]).any()
+    assert all((layer[1] == 0).all() and layer[0].any() for layer in hidden[2])  # the last token has no state
     assert len(records.scores_of(3)) == 3
-
-
-def test_scores_that_are_not_recorded_are_not_shown():
-    assert recorded(calls(), output_logits=True).scores_of(2) is None

@@ -1,6 +1,7 @@
 """The adaptive draft length finds what pays, with costs and acceptance that the test dictates."""
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -30,29 +31,20 @@ def expected_rate(chance, seconds, length):
     return sum(chance**i for i in range(length + 1)) / seconds(length)
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9, 0.98])
-@pytest.mark.parametrize("slope", [0.01, 0.1, 0.5])
-def test_close_to_the_best_fixed_length(chance, slope):
-    seconds = lambda length: 1 + slope * length  # noqa: E731
-    tokens, total, _ = run(AdaptiveSchedule(7), chance, seconds, 3000)
-    best = max(expected_rate(chance, seconds, length) for length in range(8))
-    assert tokens / total > 0.93 * best
+def test_close_to_the_best_fixed_length():
+    for chance, slope in itertools.product([0.0, 0.3, 0.6, 0.9, 0.98], [0.01, 0.1, 0.5]):
+        seconds = lambda length: 1 + slope * length  # noqa: B023, E731
+        tokens, total, _ = run(AdaptiveSchedule(7), chance, seconds, 3000)
+        best = max(expected_rate(chance, seconds, length) for length in range(8))
+        assert tokens / total > 0.93 * best
 
 
-@pytest.mark.parametrize("slope", [0.05, 0.3, 1.0])
-def test_unpredictable_text_costs_at_most_5_percent(slope):
-    tokens, total, lengths = run(AdaptiveSchedule(7), 0.0, lambda length: 1 + slope * length, 1000)
-    assert tokens / total > 0.95
-    assert 0 < sum(length > 0 for length in lengths[10:]) < 0.25 * len(lengths)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_batch_that_rejects_much_is_decoded_plainly_within_a_short_call(seed):
+def test_a_batch_that_rejects_much_is_decoded_plainly_within_a_short_call():
     """The first drafted token costs much, the next ones little (batch 16 with processors on a small model)."""
-    seconds = lambda length: 1.0 if length == 0 else 1.38 + 0.1 * (length - 1)  # noqa: E731
-    tokens, total, _ = run(AdaptiveSchedule(7), 0.19, seconds, 96, seed, rows=16)
-    assert tokens / total > 0.94
+    for seed in range(4):
+        seconds = lambda length: 1.0 if length == 0 else 1.38 + 0.1 * (length - 1)  # noqa: E731
+        tokens, total, _ = run(AdaptiveSchedule(7), 0.19, seconds, 96, seed, rows=16)
+        assert tokens / total > 0.94
 
 
 def work_of_calls(seed):
@@ -79,41 +71,11 @@ def test_a_machine_of_changing_pace_lures_no_batch_into_drafts_that_do_not_pay()
     assert sum(work_of_calls(seed) for seed in range(8)) / 8 < 1.13  # 1.20 if times are not seen relative to the pace
 
 
-def test_a_plain_cycle_that_was_slow_by_chance_does_not_decide_for_ever():
-    schedule = AdaptiveSchedule(7)
-    schedule.update(7, [0] * 16, 2.0)
-    schedule.update(0, [0] * 16, 5.0)
-    *_, lengths = run(schedule, 0.1, lambda length: 1 + 0.2 * length, 200, rows=16)
-    assert lengths[-100:].count(0) > 80
-
-
 def test_it_notices_when_text_becomes_predictable():
     schedule, seconds = AdaptiveSchedule(7), lambda length: 1 + 0.1 * length
     run(schedule, 0.0, seconds, 300)
     *_, lengths = run(schedule, 0.95, seconds, 300)
     assert lengths[-1] >= 5
-
-
-def test_a_slow_hiccup_does_not_change_the_mind():
-    schedule, seconds = AdaptiveSchedule(7), lambda length: 1 + 0.1 * length
-    run(schedule, 0.9, seconds, 100)
-    schedule.update(7, [7], 500.0)
-    assert schedule.length() >= 4
-
-
-def test_generate_adapts_and_stays_lossless(trained):
-    prompt = torch.arange(100, 112)[None]
-    options = dict(do_sample=False, max_new_tokens=60)
-    trained.schedules.clear()
-    out = trained.generate(
-        prompt,
-        num_assistant_tokens_schedule="adaptive",
-        num_assistant_tokens=5,
-        return_dict_in_generate=True,
-        **options,
-    )
-    assert torch.equal(out.sequences, trained.generate(prompt, use_mtp=False, **options))
-    assert max(map(len, out.speculation.drafts)) <= 5 and [] in out.speculation.drafts
 
 
 @pytest.mark.core
@@ -141,12 +103,6 @@ def test_a_call_that_fails_teaches_nothing(trained):
     assert not trained.schedules
 
 
-def test_a_trial_that_was_cut_off_is_not_gone_on_with():
-    schedule = AdaptiveSchedule(4, lookahead=1)
-    schedule._again = 1
-    assert schedule.resumed()._again == 0 and schedule._again == 1
-
-
 def test_plain_decoding_where_a_forward_makes_the_next_draft_and_none_is_ever_right():
     """A cycle pays for what was asked in it; a draft that was asked for comes a cycle later."""
     schedule, asked, pending = AdaptiveSchedule(4, lookahead=1), [], 0
@@ -160,17 +116,6 @@ def test_plain_decoding_where_a_forward_makes_the_next_draft_and_none_is_ever_ri
     assert sum(length == 0 for length in asked[20:]) > 0.93 * 580
     probes = [a for a, b in zip(asked[20:], asked[21:]) if a and b]
     assert probes  # two cycles in a row: one that makes the draft, one that verifies it
-
-
-def test_drafts_that_come_a_cycle_later_and_pay_are_made():
-    schedule, asked, pending = AdaptiveSchedule(4, lookahead=1), [], 0
-    for _ in range(100):
-        length = schedule.length()
-        drafted = min(pending, length)
-        schedule.update(drafted, [drafted], 1 + 0.1 * length, length)
-        pending = length
-        asked.append(length)
-    assert asked[10:].count(4) > 0.85 * 90 and 0 not in asked[10:]
 
 
 def test_a_cycle_pays_for_what_it_drafted_where_its_draft_was_its_own():

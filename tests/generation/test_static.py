@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
 from tests.families import CHUNKED, family_config, shake
@@ -16,7 +16,6 @@ from tests.ptp_models import VOCABULARY, student
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
-from tokenahead.experimental import best_of
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.tensors import buffers as buffers_module
@@ -131,27 +130,6 @@ def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
         assert torch.equal(again, model.generate(**batch, **GREEDY | {"max_new_tokens": NEW + 8}))
 
 
-@pytest.mark.nightly
-def test_what_a_call_kept_goes_with_its_model_and_fits_only_its_sizes():
-    model = model_of("llama")
-    drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
-    for rows in (4, 2, 4):
-        batch = {name: tensor[:rows] for name, tensor in left_padded(prompts(4)).items()}
-        out = model.generate(**batch, **options, assistant_model=drafter)
-        assert torch.equal(out.sequences, model.generate(**batch, **GREEDY))
-        kept = buffers_module._KEPT[model].tensors.values()
-        assert {len(tensor) for tensor in kept if tensor.dim() > 1} == {rows}
-    with torch.inference_mode():
-        assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
-    assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
-    before = len(buffers_module._KEPT)
-    drafter.detach()
-    torch._dynamo.reset()
-    del model, drafter, out
-    gc.collect()
-    assert len(buffers_module._KEPT) < before
-
-
 def test_calls_of_two_threads_share_no_buffer():
     model, batches = model_of("llama"), [left_padded(prompts(4, seed=seed)) for seed in (5, 6)]
     drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
@@ -163,56 +141,10 @@ def test_calls_of_two_threads_share_no_buffer():
     assert all(map(torch.equal, texts, plain * 3))
 
 
-@pytest.mark.nightly
-def test_an_adaptive_length_needs_a_graph_of_single_tokens():
-    model, options = model_of("gemma3"), {"num_assistant_tokens_schedule": "adaptive", "compile_config": compiled()}
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    decoded(model, drafter, 5, **options)
-    assert graphs() == 2
-    decoded(model, drafter, 6, **options)
-    assert graphs() == 0
-
-
-@pytest.mark.nightly
-def test_texts_equal_those_of_a_compiled_plain_decoding():
-    model, batch, options = model_of("mistral"), left_padded(prompts(4)), {"compile_config": compiled()}
-    plain = model.generate(**batch, **GREEDY, cache_implementation="static", **options)
-    drafter = NgramDrafter(longest=1).attach(model)
-    assert torch.equal(model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, **options).sequences, plain)
-
-
 def test_processors_that_are_no_accelerators_compile_nothing_unasked():
     model = model_of("gemma3")
     drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
     assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
-
-
-@pytest.mark.nightly
-def test_outputs_of_a_compiled_forward_are_kept():
-    model, batch = model_of("llama"), left_padded(prompts(4))
-    wanted = dict(output_hidden_states=True, output_logits=True, output_scores=True)
-    plain = model.generate(**batch, **GREEDY, **wanted, return_dict_in_generate=True)
-    drafter = NgramDrafter(longest=1).attach(model)
-    out = model.generate(**batch, **GREEDY, **STATIC, **wanted, assistant_model=drafter, compile_config=compiled())
-    torch.testing.assert_close(torch.stack(out.logits), torch.stack(plain.logits), atol=1e-9, rtol=0)
-    for one, other in zip(out.hidden_states[1:], plain.hidden_states[1:]):
-        torch.testing.assert_close(torch.stack(one), torch.stack(other), atol=1e-9, rtol=0)
-
-
-@pytest.mark.by_day("mistral")
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_what_is_returned_goes_on_as_a_cache_of_any_length(name):
-    model, batch = model_of(name), left_padded(prompts(4))
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    out = model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, compile_config=compiled())
-    assert isinstance(out.past_key_values, DynamicCache)
-    ids = torch.cat([out.sequences, torch.full((4, 2), 7)], dim=1)
-    mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW + 2), value=1)
-    whole = model.generate(ids, attention_mask=mask, **GREEDY)
-    again = model.generate(
-        ids, attention_mask=mask, past_key_values=out.past_key_values, assistant_model=drafter, **GREEDY
-    )
-    assert torch.equal(again, whole)
 
 
 def test_room_that_the_config_asks_for_serves_longer_calls_without_a_new_graph():
@@ -258,18 +190,6 @@ def test_slots_ride_along_in_one_graph(model, options):
         out = model.generate(**batch, **GREEDY, **STATIC, **options)
         assert torch.equal(out.sequences, plain) and graphs() == number
         accepted |= set().union(*out.speculation.rows_accepted)
-
-
-@pytest.mark.nightly
-def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
-    batch = left_padded(prompts(4, VOCABULARY))
-    for model in (student(), best_of(student(), 2)):
-        sampled = GREEDY | dict(do_sample=True, seed=[1, 2, 3, 4], use_mtp=True)
-        expected = model.generate(**batch, **sampled)
-        static = dict(cache_implementation="static", compile_config=compiled())
-        assert torch.equal(model.generate(**batch, **sampled, **static), expected)
-        graphs()
-        assert torch.equal(model.generate(**batch, **sampled, **static), expected) and graphs() == 0
 
 
 def test_layers_that_take_no_fixed_room_decode_plainly():

@@ -55,16 +55,6 @@ def test_buffer_grows_beyond_its_first_size():
     assert_rows(tokens, rows)
 
 
-def test_growth_is_rare():
-    tokens = Sequences(torch.zeros(1, 3, dtype=torch.long))
-    sizes = set()
-    for _ in range(1000):
-        tokens.write(torch.ones(1, 1, dtype=torch.long))
-        tokens.keep(NewTokens([1], CPU))
-        sizes.add(tokens.ids.shape[1])
-    assert len(sizes) < 10
-
-
 def test_the_longest_row_may_fill_the_buffer():
     """A short row's write must not reach beyond what the longest row needs, and the other way round."""
     tokens = Sequences(torch.zeros(2, 1, dtype=torch.long))

@@ -43,14 +43,6 @@ def test_the_fastest_tree_is_chosen_and_trials_are_few():
     assert fastest_tree(lambda tree: None, 3) is None
 
 
-def test_a_length_between_those_that_were_tried_may_pay_best():
-    def trial(tree):
-        length = tree["depth"] + 1
-        return stats(tree, 1.0 + 0.05 * length if length <= 4 else 3.0, [min(length, 3)] * 20)
-
-    assert fastest_tree(trial, 8) == chain_options(3)
-
-
 def test_a_length_before_a_step_of_the_costs_is_found():
     def trial(tree):
         length = tree["depth"] + 1
@@ -81,38 +73,6 @@ def test_a_lucky_trial_of_a_wider_tree_is_not_believed():
     # the tree yields 2.13 tokens a cycle, with a standard error of 0.26, and the chain 2
     assert fastest_tree(trial, 2) == chain_options(2)
     assert fastest_tree(lambda tree: stats(tree, 1.0, [1] * 9 if tree["top_k"] == 1 else [2, 3] * 5), 2)["top_k"] > 1
-
-
-def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain():
-    for do_sample in [False, True]:
-        model, prompt = backbone(), torch.randint(2, 48, (1, 5))
-        heads, texts = train_heads(model, steps=15), []
-        for options in ({"draft_tree": {"depth": 1, "top_k": 1}}, {"num_assistant_tokens": 2}):
-            torch.manual_seed(3)
-            out = model.generate(
-                prompt,
-                assistant_model=heads,
-                do_sample=do_sample,
-                max_new_tokens=12,
-                return_dict_in_generate=True,
-                **options,
-            )
-            texts.append((out.sequences, out.speculation))
-        assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
-
-
-@pytest.mark.core_cases("own0-asked0")
-@pytest.mark.parametrize(
-    ("own", "asked"), [({"use_mtp": False}, {"use_mtp": True}), ({"num_beams": 2}, {"num_beams": 1})]
-)
-def test_trials_are_those_of_the_call_and_not_of_the_models_own_config(own, asked):
-    model, prompt = backbone(), torch.randint(2, 48, (1, 5))
-    heads = MTPHeads.from_backbone(model, window=3)
-    model.generation_config.update(**own)
-    common = dict(max_new_tokens=6, do_sample=False, **asked)
-    text = model.generate(prompt, assistant_model=heads, draft_tree="auto", **common)
-    assert set(heads.tree_choices) == {False}
-    assert torch.equal(text, model.generate(prompt, **common | {"use_mtp": None}))
 
 
 @pytest.mark.by_day("True")

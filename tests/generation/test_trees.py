@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, emitted_distribution
+from tests.tree_worlds import WARPS, V, World, chance_of_pairs, emitted_distribution
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.tensors.sampling import race_order
 from tokenahead.generation.trees import building as growth
 from tokenahead.generation.trees.building import (
     choices_from_accuracies,
@@ -24,7 +23,6 @@ from tokenahead.generation.trees.building import (
     ranked_tree,
     static_tree,
 )
-from tokenahead.testing import chi_square
 
 DATA = Path(__file__).parent.parent / "data" / "trees"
 GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")
@@ -63,11 +61,6 @@ def test_a_chain_is_a_tree():
         assert DraftTree.chain(draft, num_nodes=counts).real().tolist() == [
             [i < n for i in range(length)] for n in (0, 1, 2)
         ]
-
-
-def test_a_chain_keeps_the_drafters_distributions_as_they_are():
-    q = torch.rand(2, 3, 5)
-    assert DraftTree.chain(torch.zeros(2, 3, dtype=torch.long), q).probs is q
 
 
 def test_tensors_made_in_inference_mode_serve_outside():
@@ -194,7 +187,6 @@ def test_text_from_drawn_trees_has_the_targets_distribution(depth, warp, rule, m
     """
     world, pairs = World(warp, depth + 1, seed=4), torch.tensor(list(itertools.permutations(range(V), 2)))
     draws = torch.tensor(list(itertools.product(range(len(pairs)), repeat=1 + 2 * depth))).repeat(2, 1)
-    chance = torch.ones(len(draws), dtype=torch.float64)
     kept = [pairs[draws[:, :1]], *(pairs[draws[:, 2 * level - 1 : 2 * level + 1]] for level in range(1, depth + 1))]
     row, used, texts = torch.arange(2).repeat_interleave(len(draws) // 2)[:, None], [], [torch.zeros_like(draws[:, :1])]
 
@@ -209,11 +201,7 @@ def test_text_from_drawn_trees_has_the_targets_distribution(depth, warp, rule, m
     monkeypatch.setattr(growth, "race_order", dictate)
     tree = drawn_tree(world.q[row[:, 0], 0], expand, depth=depth, top_k=2, total_tokens=6)
     assert len(used) == depth + 1 and tree.tokens.shape[1] == 5
-    for q, drawn in zip(used, kept):
-        first, second = q.gather(-1, drawn).unbind(-1)
-        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
-        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
-        chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
+    chance = chance_of_pairs(used, kept)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
     assert (tree.parents[chance > 0].unique(dim=0)).shape[0] > 1
     assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
@@ -253,14 +241,6 @@ def test_first_draws_have_more_below_them_than_later_ones():
     assert tree.parents.tolist() == [[-1] * 6 + [0, 0, 0, 1, 2, 3]]
 
 
-def test_likely_draws_have_more_below_them_than_unlikely_ones():
-    distribution = torch.tensor([[0.9, 0.06, 0.04]]).expand(400, 3)
-    tree = drawn_tree(distribution, same_distribution_everywhere(distribution), depth=1, top_k=2, total_tokens=5)
-    sure, children = tree.tokens[:, 0] == 0, (tree.parents[:, 2:] == 0).sum(1)
-    assert 0.8 < sure.float().mean() < 1
-    assert (children[sure] == 2).all() and (children[~sure] == 1).all()
-
-
 def test_tokens_that_cannot_be_drawn_have_no_place_where_others_can():
     """Three tokens can come first and two behind each of them, which are all that the tree has room for."""
     first, second = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0]]), torch.tensor([[0.5, 0.5, 0, 0]])
@@ -277,14 +257,6 @@ def test_a_sure_drafter_draws_long_paths():
             distribution, same_distribution_everywhere(distribution), depth=5, top_k=top_k, total_tokens=7
         )
         assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4]] and tree.tokens.unique().tolist() == [3]
-
-
-def test_draws_without_replacement_come_in_the_order_of_their_distribution():
-    weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(40_000, 4)
-    drawn = race_order(weights, 2, torch.Generator().manual_seed(2))
-    w = weights[0].double()
-    distribution = (w[:, None] * w / (1 - w[:, None])).fill_diagonal_(0)
-    assert chi_square(drawn[:, 0] * 4 + drawn[:, 1], distribution.flatten()) > 1e-4
 
 
 def paths_of(table: torch.Tensor) -> list[tuple[int, ...]]:

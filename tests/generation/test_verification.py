@@ -173,12 +173,6 @@ def test_published_example():
     assert expected_accepted(case, "block") == pytest.approx(11 / 9, abs=1e-15)
 
 
-def test_an_equal_drafter_is_always_accepted():
-    for rule in RULES:
-        case = world("equal", 3, 1)
-        assert expected_accepted(case, rule) == pytest.approx(3, abs=1e-12)
-
-
 def test_goldens():
     for name, (rule, accept_key) in itertools.product(GOLDENS, [("token", "token_accept"), ("block", "block_h")]):
         data = golden(name)
@@ -187,16 +181,6 @@ def test_goldens():
         torch.testing.assert_close(accept, data[accept_key][:, -length:], rtol=0, atol=1e-12)
         torch.testing.assert_close(residual, data[f"{rule}_residual"], rtol=0, atol=1e-12)
         torch.testing.assert_close(accepted_distribution(rule, accept), data[f"{rule}_len_prob"], rtol=0, atol=1e-12)
-
-
-def test_goldens_in_float32():
-    for name, rule in itertools.product(GOLDENS, RULES):
-        data = golden(name)
-        accept, residual = RULES[rule](data["x"], data["q"].float(), data["p"].float())
-        assert accept.dtype == residual.dtype == torch.float32
-        want = data[{"token": "token_accept", "block": "block_h"}[rule]][:, -accept.shape[1] :]
-        torch.testing.assert_close(accept.double(), want, rtol=0, atol=2e-5)
-        torch.testing.assert_close(residual.double(), data[f"{rule}_residual"], rtol=0, atol=2e-5)
 
 
 def draws(case: World, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -216,6 +200,7 @@ def drawn_by(way: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) ->
     return accepted, tokens.gather(1, accepted[:, None])[:, 0]
 
 
+@pytest.mark.core
 def test_verify_draws_from_the_distributions():
     for dtype, rule, (kind, length) in itertools.product(
         [torch.float32, torch.float64], WAYS, [("random", 1), ("random", 3), ("zeros in both", 3), ("greedy draft", 2)]
@@ -228,22 +213,6 @@ def test_verify_draws_from_the_distributions():
         distribution = drawn[:, None, None] * accepted_distribution(rule, accept)[..., None] * residual
         cells = (number * (length + 1) + accepted) * V + added
         assert chi_square(cells, distribution.flatten()) > 1e-4
-
-
-@pytest.mark.core
-def test_verify_emits_the_targets_distribution():
-    """End to end in float32: what is emitted, completed by the target to m + 1 tokens, is the target's."""
-    for kind, rule in itertools.product(["random", "zeros in both", "greedy draft"], WAYS):
-        case = world(kind, 3, 8)
-        _, draft, q, p = draws(case, 100_000)
-        accepted, added = drawn_by(rule, draft, q.float(), p.float())
-        tokens: list[torch.Tensor] = []
-        for i in range(4):
-            own = torch.multinomial(case.p[i][tuple(tokens)].expand(len(draft), V), 1)[:, 0]
-            drafted = draft[:, min(i, 2)]
-            tokens.append(torch.where(accepted > i, drafted, torch.where(accepted == i, added, own)))
-        cells = sum(token * V ** (3 - i) for i, token in enumerate(tokens))
-        assert chi_square(cells, case.target().flatten()) > 1e-4
 
 
 def test_verify_uses_its_generator_only():
@@ -278,27 +247,25 @@ def test_excluded_tokens_are_never_emitted_in_float32():
             assert accepted.float().mean() > 3.9
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
-@pytest.mark.parametrize("rule", RULES)
-def test_an_excluded_draft_is_refused_by_every_uniform(rule, uniform, monkeypatch):
-    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    q = torch.tensor([[[1.0, 0.0]]])
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, uniform, dtype=options["dtype"]))
-    accepted, added, _ = verify(torch.tensor([[0]]), q, p, rule)
-    assert (accepted.item(), added.item()) == (0, 1)
+def test_an_excluded_draft_is_refused_by_every_uniform(monkeypatch):
+    for rule, uniform in itertools.product(RULES, [0.0, 1 - 2**-24]):
+        p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+        q = torch.tensor([[[1.0, 0.0]]])
+        monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, uniform, dtype=options["dtype"]))  # noqa: B023
+        accepted, added, _ = verify(torch.tensor([[0]]), q, p, rule)
+        assert (accepted.item(), added.item()) == (0, 1)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_residual_of_rounding_noise_emits_no_excluded_token(rule, monkeypatch):
+def test_a_residual_of_rounding_noise_emits_no_excluded_token(monkeypatch):
     """All that is left after the rejection is 1e-45, which a race would round to 0 like the excluded token's."""
-    q = torch.tensor([0.0, 0.9, 0.0, 0.1])
-    p = torch.tensor([0.0, 0.9, 1e-45, 0.09999999])
-    rows = [torch.stack(probs)[None].expand(2000, -1, -1) for probs in ([q], [p, p])]
-    refusing = 0.0 if rule == "block" else 1 - 2**-24
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, refusing, dtype=options["dtype"]))
-    accepted, added, _ = verify(torch.full((2000, 1), 3), *rows, rule)
-    assert (accepted == 0).all() and (p[added] > 0).all()
+    for rule in RULES:
+        q = torch.tensor([0.0, 0.9, 0.0, 0.1])
+        p = torch.tensor([0.0, 0.9, 1e-45, 0.09999999])
+        rows = [torch.stack(probs)[None].expand(2000, -1, -1) for probs in ([q], [p, p])]
+        refusing = 0.0 if rule == "block" else 1 - 2**-24
+        monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, refusing, dtype=options["dtype"]))  # noqa: B023
+        accepted, added, _ = verify(torch.full((2000, 1), 3), *rows, rule)
+        assert (accepted == 0).all() and (p[added] > 0).all()
 
 
 def test_float32_agrees_with_float64_on_long_drafts():
@@ -355,13 +322,6 @@ def check_probs(rule: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor
     assert (residual[p == 0] == 0).all()
     assert (accept[p[:, :-1].gather(-1, draft[..., None])[..., 0] == 0] == 0).all()
     torch.testing.assert_close(residual[:, -1], p[:, -1])
-
-
-@pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=80)
-@given(case=probs(torch.float64))
-def test_distributions_are_distributions(rule, case):
-    check_probs(rule, *case, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -10,7 +10,7 @@ from peft.helpers import rescale_adapter_scale
 
 from tests.models import left_padded
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids, student
-from tokenahead import PTPStudent
+from tokenahead import PTPForCausalLM, PTPStudent
 
 BATCH = left_padded([ids(n, seed=n) for n in (5, 2, 9)])
 LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -186,3 +186,38 @@ def test_two_students_and_two_threads():
     for at, want in enumerate(alone):
         assert torch.equal(together[at].sequences, want.sequences)
         assert together[at].speculation.rows_drafts == want.speculation.rows_drafts
+
+
+def test_what_the_model_learns_is_the_students(tmp_path):
+    base = backbone(seed=2)
+    apart = PTPStudent.from_backbone(base, num_slots=3, lora_rank=2)
+    assert isinstance(apart.whole, PTPForCausalLM)
+    optimizer = torch.optim.SGD([p for p in apart.whole.parameters() if p.requires_grad], lr=0.1)
+    tokens, uniforms = ids(2, 5), torch.rand(2, 3)
+    for _ in range(2):
+        apart.whole(tokens, uniforms=uniforms).logits[:, 5:].logsumexp(-1).sum().backward()
+        optimizer.step()
+    assert all(parameter.grad is not None for parameter in apart.parameters())
+    assert all(parameter.grad is None for parameter in base.parameters())
+    apart.save_pretrained(tmp_path)
+    again = PTPStudent.from_pretrained(tmp_path).attach(copy.deepcopy(base))
+    with torch.no_grad():
+        assert torch.equal(again(tokens, uniforms=uniforms).logits, apart.whole(tokens, uniforms=uniforms).logits)
+
+
+def test_the_student_follows_a_backbone_that_changes():
+    base, apart = attached()
+    base.float()
+    assert torch.equal(write(base, assistant_model=apart), write(base))
+    base.bfloat16()
+    assert write(base, assistant_model=apart).shape == (3, 21)
+    assert {p.dtype for p in apart.parameters()} == {torch.float64}
+    base.double()
+    base.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    first = write(base)
+    assert torch.equal(write(base, assistant_model=apart), first)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(-3)
+    assert not torch.equal(write(base), first) and torch.equal(write(base, assistant_model=apart), write(base))

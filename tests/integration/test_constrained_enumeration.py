@@ -13,7 +13,7 @@ from tests.families import family_model
 from tests.generation.drafters.test_head_trees import KINDS, tiny
 from tests.integration.test_enumeration import ends_of
 from tests.modeling.heads.backbones import shaken
-from tests.tree_worlds import ends
+from tests.tree_worlds import chance_of_pairs, ends
 from tokenahead import AssistantDrafter, EagleHead
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
 from tokenahead.generation.call import options as options_module
@@ -212,12 +212,7 @@ def test_drawn_trees(kind, way, monkeypatch):
         **options(constraint),
     )  # fmt: skip
     assert tree.tokens.shape[1] == 5 and tree.probs.dtype == torch.float64
-    chance = torch.ones(len(draws), dtype=torch.float64)
-    for q, drawn in zip(used, kept):
-        first, second = q.gather(-1, drawn).unbind(-1)
-        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
-        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
-        chance *= torch.where(alone, first / (V - 1), first * second / left.masked_fill(alone, 1)).prod(1)
+    chance = chance_of_pairs(used, kept)
     torch.testing.assert_close(chance.sum(), torch.ones((), dtype=torch.float64))
     p, drawn = target_of(constraint), chance > 0
     tree, chance = DraftTree(tree.tokens[drawn], tree.parents[drawn], tree.probs[drawn], depth=2), chance[drawn]

@@ -3,28 +3,12 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.backbones import backbone, blurred, code_prompts
 from tests.models import left_padded
 from tests.no_sync import NoSync
-from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDrafter
+from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC
 from tokenahead.generation.assistant.session import AssistantSession
 
 NAMES = ["llama", "mistral", "gpt2"]
@@ -50,23 +34,6 @@ def test_no_step_of_a_padded_batch_waits_for_the_device(name, monkeypatch):
     out = model.generate(**left_padded(code_prompts(3)), **options)
     drafter.detach()
     assert max(asked) == DRAFT and torch.equal(out, model.generate(**left_padded(code_prompts(3)), **NEW_GREEDY))
-
-
-def test_ngram_statistics_hold_what_was_found():
-    """Row 0 repeats itself; row 1 never said its last token before, and drafts nothing at first."""
-    for branches in [1, 3]:
-        model, prompt = backbone(), torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 12, 13, 14, 15]])
-        drafter = NgramDrafter(longest=2, branches=branches).attach(model)
-        assert int(model(prompt).logits[1, -1].argmax()) not in prompt[1]
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, assistant_model=drafter,
-            num_assistant_tokens=3, return_dict_in_generate=True,
-        )  # fmt: skip
-        assert out.speculation.rows_drafts[1][0] == [] and out.speculation.rows_accepted[1][0] == 0
-        text = prompt[0].tolist() + out.sequences[0, 7:].tolist()
-        found = [draft for draft in out.speculation.rows_drafts[0] if draft]
-        assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
-        assert max(map(len, found)) == 3 * branches
 
 
 @pytest.mark.by_day("0.9")
@@ -105,33 +72,6 @@ def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go():
         )
         assert torch.equal(out.sequences, want)
         assert (out.speculation.rows_drafts[0][0] != []) == (prompt < 24)
-
-
-def test_what_is_no_assistant():
-    model = backbone()
-    for thing in (None, "gpt2", NgramDrafter()):
-        with pytest.raises(TypeError, match="AssistantDrafter"):
-            AssistantDrafter(thing)
-    sizes = dict(vocab_size=model.config.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    convolutions = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"]))
-    with pytest.raises(ValueError, match="Lfm2ForCausalLM"):
-        AssistantDrafter(convolutions).attach(model)
-    llama, ids = model.config, dict(vocab_size=model.config.vocab_size, pad_token_id=0)
-    bytes_of = EvaByteConfig(**ids, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    for kind, config in {
-        EvaByteForMTPC: bytes_of,
-        LlamaModel: llama,
-        LlamaForSequenceClassification: llama,
-        BertForMaskedLM: BertConfig(**sizes, num_attention_heads=4),
-        OpenAIGPTLMHeadModel: OpenAIGPTConfig(**ids, n_embd=32, n_layer=1, n_head=4),
-    }.items():
-        with pytest.raises(ValueError, match=f"{kind.__name__}.*choose"):
-            AssistantDrafter(kind(config)).attach(model)
-        assert "generate" not in vars(model)
-    sizes = dict(vocab_size=model.config.vocab_size, d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=8)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
-        AssistantDrafter(T5ForConditionalGeneration(T5Config(**sizes))).attach(model)
 
 
 def adapted(**options):

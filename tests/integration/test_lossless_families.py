@@ -1,21 +1,15 @@
 """Speculation equals plain decoding in every family of DeepSeekMTP, with any state that its layers keep."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.families import NAMES, RECURRENT, family_model
-from tests.integration.test_lossless_modules import enumerate_outcomes
 from tests.models import left_padded
-from tokenahead import DeepSeekMTP
-from tokenahead.testing import chi_square
 
 VOCABULARY, NEW_TOKENS, DRAFTS = 3, 20, 2  # so few tokens that modules with random weights guess right now and then
 SEEDS = {"ernie4_5_moe": 1, "exaone_moe": 6, "glm4_moe": 7, "hy_v3": 2, "longcat_flash": 2, "qwen2": 1, "qwen3": 1}
 SEEDS |= {"dots3_note_text": 1, "hy_v4": 3, "qwen3_next": 1}
 OPTIONS = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
-TRAINED = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "qwen3_next_d1_trained"
 
 
 def model_and_prompts(name):
@@ -60,18 +54,3 @@ def test_rows_that_end_early_leave_recurrent_states_of_others_alone():
     out = model.generate(**left_padded(prompts), num_assistant_tokens=3, **options)
     assert torch.equal(out.sequences, plain)
     assert len({len(row) for row in out.speculation.rows_accepted}) > 1
-
-
-def test_samples_of_a_recurrent_model_follow_it():
-    """As for the other modules: at most 81 outcomes of known probability, from a trained model."""
-    model = DeepSeekMTP.from_pretrained(TRAINED, dtype=torch.float32)
-    prompt = torch.arange(30, 42)[None]
-    outcomes, distribution = enumerate_outcomes(model, prompt)
-    torch.manual_seed(11)
-    rows, warp = prompt.expand(400, -1), {"do_sample": True, "temperature": 2.0, "top_k": 3, "pad_token_id": 0}
-    options = {"max_new_tokens": 4, "num_assistant_tokens": 2, "attention_mask": torch.ones_like(rows)}
-    out = model.generate(rows, return_dict_in_generate=True, **options, **warp)
-    cells = (out.sequences[:, None, -4:] == outcomes).all(-1)
-    assert cells.any(1).all()
-    assert chi_square(cells.long().argmax(1), distribution) > 0.001
-    assert {0, 1} <= set().union(*out.speculation.rows_accepted)

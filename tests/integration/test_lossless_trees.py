@@ -1,82 +1,20 @@
 """Trees of drafts in the decoding loop: greedy output is the backbone's own, sampled output has its distribution."""
 
-import itertools
-
 import pytest
 import torch
 
-from tests.backbones import ATTENTION_WINDOW, backbone, plain_continuations, prompts
+from tests.backbones import backbone, plain_continuations, prompts
 from tests.models import left_padded
-from tests.tree_drafters import DEPTH, DrawnTrees, KnowingTrees
+from tests.tree_drafters import DEPTH, KnowingTrees
 from tokenahead.generation.contract import DraftTree
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
-NAMES = ["llama", "mistral", "gemma3", "gpt2", "evabyte"]
 NEW = 20
-PROCESSORS = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}
 OPTIONS = dict(max_new_tokens=NEW, return_dict_in_generate=True)
 
 
 def padded_texts(group, texts):
     """Prompts and what follows them, as rows of a left-padded batch."""
     return [[*row, *text.tolist()] for row, text in zip(left_padded(group)["input_ids"].tolist(), texts)]
-
-
-@pytest.mark.by_day("mistral")
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_alone_and_in_ragged_batches(name):
-    model, batch = backbone(name), prompts(20)
-    drafter = KnowingTrees(48).attach(model)
-    expected = plain_continuations(model, batch, NEW)
-    for size in (1, 4):
-        seen, uneven = set(), size == 1
-        for start in range(0, len(batch), size):
-            group, texts = batch[start : start + size], expected[start : start + size]
-            drafter.texts = padded_texts(group, texts)
-            out = model.generate(**left_padded(group), assistant_model=drafter, do_sample=False, **OPTIONS)
-            assert out.sequences.tolist() == drafter.texts
-            seen |= set().union(*out.speculation.rows_accepted)
-            uneven |= len({len(row) for row in out.speculation.rows_accepted}) > 1
-        assert seen == set(range(DEPTH + 1)) and uneven
-
-
-@pytest.mark.by_day("evabyte")
-@pytest.mark.parametrize("name", ["llama", "mistral", "evabyte"])
-def test_the_cache_of_trees_is_continued_plainly(name):
-    model, batch = backbone(name), prompts(4, seed=8)
-    drafter, inputs = KnowingTrees(48).attach(model), left_padded(batch)
-    drafter.texts = padded_texts(batch, plain_continuations(model, batch, NEW))
-    begun = model.generate(**inputs, assistant_model=drafter, do_sample=False, **(OPTIONS | {"max_new_tokens": 9}))
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)
-    options = dict(attention_mask=mask, past_key_values=begun.past_key_values, max_new_tokens=NEW - 9, do_sample=False)
-    assert model.generate(begun.sequences, **options).tolist() == drafter.texts
-
-
-@pytest.mark.by_day("mistral-{}-block", "evabyte-{}-token")
-@pytest.mark.parametrize("kind", ["block", "token", "certain"])
-@pytest.mark.parametrize(
-    ("name", "processors"),
-    [*itertools.product(["llama", "mistral"], [{}, PROCESSORS]), ("evabyte", {})],
-    ids=str,
-)
-def test_sampled_distribution(name, kind, processors):
-    model, prompt = backbone(name, vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
-    assert prompt.shape[1] > ATTENTION_WINDOW
-    options = {"top_k": 0} | processors
-    drafter = DrawnTrees(5).attach(model)
-    if kind == "certain":
-        drafter.detach()
-        drafter = KnowingTrees(5).attach(model)
-        guess = [*prompt[0].tolist(), *plain_continuations(model, [prompt[0]], 6)[0].tolist()]
-        drafter.texts = [guess] * 4_000
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, num_return_sequences=4_000,
-        assistant_model=drafter, verification="token" if kind == "token" else "block",
-        **(OPTIONS | {"max_new_tokens": 6} | options),
-    )  # fmt: skip
-    assert {count for row in out.speculation.rows_accepted for count in row} == set(range(DEPTH + 1))
-    distribution = continuation_distribution(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 def test_statistics_hold_real_nodes_only(monkeypatch):

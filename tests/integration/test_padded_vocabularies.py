@@ -15,8 +15,6 @@ from tokenahead import AssistantDrafter
 from tokenahead.generation.assistant.session import SharedVocabulary
 from tokenahead.generation.call.options import DraftOptions, NumberCheck
 from tokenahead.generation.call.processing import Processing
-from tokenahead.modeling.ptp.generation import ParallelAssistant
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 GREEDY = dict(max_new_tokens=20, do_sample=False)
 SIZES = [(42, 48), (48, 44)]
@@ -63,28 +61,6 @@ def test_students_draft_for_other_sizes(variant, own, theirs):
             assert torch.equal(out, large.generate(**batch, **options))
         else:
             assert torch.equal(out, large.generate(**batch, **options, assistant_model=small, use_mtp=False))
-
-
-@pytest.mark.by_day("{}-7-block", "{}-4-categorical")
-@pytest.mark.parametrize("kind", ["block", "token", "categorical", "one_hot"])
-@pytest.mark.parametrize("own", [4, 7])
-@pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
-def test_sampled_distribution(kind, own, processors):
-    """Of 5 ids 4 are shared; an assistant of 4 lacks the fifth, one of 7 has other ones."""
-    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
-    drafter = AssistantDrafter(assistant_of(model, own, 0.1), vocab_size=4)
-    if kind in ("categorical", "one_hot"):
-        drafter = ParallelAssistant(student(kind, assistant_of(model, own, 0.1)).eval(), vocab_size=4)
-    drafter.attach(model)
-    options = {"top_k": 0} | processors
-    rule = {"one_hot": "coupled", "categorical": "block"}.get(kind, kind)
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, num_return_sequences=2_000, max_new_tokens=6,
-        assistant_model=drafter, verification=rule, return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    assert len({count for row in out.speculation.rows_accepted for count in row}) > 2
-    distribution = continuation_distribution(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 @pytest.mark.by_day(each=1)

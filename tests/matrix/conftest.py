@@ -14,13 +14,18 @@ MECHANISMS = {
     "cascade-qwen3",
     "assistant-llama",
 }
-ALL = {"test_greedy", "test_rows_draft_what_they_draft_alone"}
-"""Habits of every entry by day."""
+ALL = {"test_greedy"}
+"""What every entry does by day."""
 FEW = {
-    "test_what_decodes_plainly", "test_in_pipeline", "test_streamers", "test_own_criteria", "test_chunked_prefill",
-    "test_several_sequences", "test_token_rule", "test_hidden_states", *vars(LifeCycleConformance),
+    "test_what_decodes_plainly", "test_in_pipeline", "test_streamers", "test_chunked_prefill",
+    "test_several_sequences", "test_hidden_states", *vars(LifeCycleConformance),
 }  # fmt: skip
-"""Habits that meet the loop or the model alone: of three entries by day, a head, an assistant and a model."""
+"""Habits that meet the loop or the model alone: of two entries by day, a head and an assistant."""
+SOME = {
+    "test_kit", "test_adaptive", "test_draft_length", "test_saved", "test_scores", "test_confidence_threshold",
+    "test_assisted_loop_of_transformers",
+}  # fmt: skip
+"""Habits of one head, one look-up and one model by day."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,8 +35,8 @@ def pytest_collection_modifyitems(items):
         name = getattr(item.cls, "name", None) if item.cls is not None else None
         if name is None or item.originalname in ALL:
             continue
-        by_day = {"heads-llama", "assistant-llama", "evabyte-btree"} if item.originalname in FEW else MECHANISMS
-        if item.originalname == "test_kit":
-            by_day = {"heads-llama", "suffix-mistral"}
+        by_day = {"heads-llama", "assistant-llama"} if item.originalname in FEW else MECHANISMS
+        if item.originalname in SOME or "[token]" in item.name:
+            by_day = {"heads-llama", "suffix-mistral", "evabyte-btree"}
         if name not in by_day:
             item.add_marker("nightly")

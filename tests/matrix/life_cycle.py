@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
-import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -75,14 +73,6 @@ def floated(thing: Any) -> Any:
 class LifeCycleConformance:
     """What happens to models apart from `generate`: copies, directories, dtypes, offload, training; then they write."""
 
-    def test_deepcopy(self, entry: Entry) -> None:
-        """A copy writes and drafts the same."""
-        same(entry.through(copy.deepcopy), entry)
-
-    def test_pickled(self, entry: Entry) -> None:
-        """So does a pickle."""
-        same(entry.through(lambda thing: pickle.loads(pickle.dumps(thing))), entry)  # noqa: S301 - our own
-
     def test_saved(self, entry: Entry) -> None:
         """So does a directory."""
         with tempfile.TemporaryDirectory() as folder:
@@ -124,16 +114,3 @@ class LifeCycleConformance:
         assert twin.generate(twin.inputs(3), **DICT).speculation.rows_drafts
         with twin.model.disable_adapter():
             assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
-
-    def test_state_dict(self, entry: Entry) -> None:
-        """Weights that go through `torch.save` into a fresh model; nothing of `generate` is among them."""
-        entry.generate(entry.inputs(1))
-        file = io.BytesIO()
-        torch.save(entry.model.state_dict(), file)
-        file.seek(0)
-        twin = entry.through(copy.deepcopy)
-        with torch.no_grad():
-            for parameter in twin.model.parameters():
-                parameter.zero_()
-        twin.model.load_state_dict(torch.load(file, weights_only=True))
-        same(twin, entry)

@@ -11,7 +11,7 @@ def test_every_mutant_can_be_planted():
     mutants = read_mutants()
     check(mutants)
     assert len(mutants) >= 160
-    assert {each.file.partition("/")[0] for each in mutants} == {"generation", "modeling", "training"}
+    assert {each.file.partition("/")[0] for each in mutants} >= {"generation", "modeling", "training"}
 
 
 def test_a_mutant_changes_its_function_alone():

@@ -157,9 +157,6 @@ def test_counts_of_an_update_are_those_of_a_batch_where_it_is_all_of_it(name):
         torch.testing.assert_close(by_depth, own, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(by_number, own, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(2 * twice, own, rtol=1e-6, atol=1e-6)
-    if model.num_losses > 1:
-        with pytest.raises(ValueError, match="num_items_in_batch"):
-            model(**batch, use_cache=False, num_items_in_batch=torch.ones(model.num_losses + 1))
 
 
 def rows(lengths, vocab_size, **columns):

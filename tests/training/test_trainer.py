@@ -164,5 +164,5 @@ def test_replicas_of_data_parallel_each_get_all_counts(tmp_path):
 
 
 def test_label_smoothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="label_smoothing_factor=0.1"):
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
         trainer_for(small_model(), tmp_path, ragged_rows(), label_smoothing_factor=0.1)

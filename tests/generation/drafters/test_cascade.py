@@ -7,17 +7,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
+from tests.backbones import backbone, blurred, prompts, train_eagle
 from tests.models import left_padded
 from tokenahead import AssistantDrafter, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree
-from tokenahead.testing import continuation_distribution, continuation_p_value
-
-LAST = {
-    "heads": lambda model: train_heads(model, steps=10),
-    "eagle": lambda model: train_eagle(model, 3, steps=10),
-    "assistant": lambda model: AssistantDrafter(backbone(), num_tokens=3).attach(model),
-}
 
 
 class KnowsTheBeginning(AttachableDrafter):
@@ -210,41 +203,3 @@ def test_translated_drafts_are_the_assistants_own_after_tokens_that_others_draft
         assert out.sequences.equal(plain)
         found.append(out.speculation.rows_drafts)
     assert found[0] == found[1]
-
-
-@pytest.mark.by_day("block-eagle-joined", "token-assistant-first")
-@pytest.mark.parametrize("joins", [False, True], ids=["first", "joined"])
-@pytest.mark.parametrize("last", LAST)
-@pytest.mark.parametrize("rule", ["block", "token"])
-def test_sampled_text_has_the_backbones_distribution(rule, last, joins):
-    model, prompt = backbone(), torch.tensor([[5, 9, 5, 9, 5]])
-    options = dict(max_new_tokens=4, top_k=2, pad_token_id=0, eos_token_id=None)
-    torch.manual_seed(0)
-    plain = model.generate(prompt.expand(3000, -1), **options, do_sample=True)
-    suffix = SuffixDrafter(depth=4)
-    suffix.add(plain[:, 2:].unique(dim=0))
-    cascade = DrafterCascade([suffix, LAST[last](model)], least=3.0 if joins else 1.2, joins=joins).attach(model)
-    options |= {"verification": rule}
-    found = model.generate(
-        prompt.expand(3000, -1), do_sample=True, assistant_model=cascade, return_dict_in_generate=True, **options
-    )
-    out, counts = found.sequences, found.speculation
-    first = [(len(drafts[0]), depths[0]) for drafts, depths in zip(counts.rows_drafts, counts.rows_depths)]
-    assert {size > depth for size, depth in first} == {joins}
-    del options["verification"]
-    distribution = continuation_distribution(model, prompt, 3, **options)
-    assert continuation_p_value(out[:, 5:8], distribution) > 1e-3
-
-
-def test_what_cannot_be_one_of_several_is_named():
-    model = backbone()
-    with pytest.raises(ValueError, match="drafters"):
-        DrafterCascade([SuffixDrafter()])
-    with pytest.raises(ValueError, match="least"):
-        DrafterCascade([SuffixDrafter(), NgramDrafter()], least=0)
-    joined = DrafterCascade([SuffixDrafter(), train_heads(model, steps=1)], joins=True).attach(model)
-    with pytest.raises(ValueError, match="joins"):
-        model.generate(torch.tensor([[3, 4, 5]]), assistant_model=joined, max_new_tokens=3, draft_tree={"top_k": 2})
-    cascade = DrafterCascade([NgramDrafter(), SuffixDrafter()]).attach(model)
-    with pytest.raises(ValueError, match="NgramDrafter"):
-        model.generate(torch.tensor([[3, 4, 5]]), assistant_model=cascade, max_new_tokens=3, pad_token_id=0)

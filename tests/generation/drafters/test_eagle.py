@@ -100,37 +100,3 @@ def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocab
                 probs = torch.cat([distribution[places] for distribution, places in zip(tree.probs, inner)])
                 assert (probs > 0).sum(-1).max() <= 4
                 torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
-
-
-@pytest.mark.by_day("3")
-def test_it_drafts_less_where_less_pays_and_none_at_the_end(trained_pair):
-    head, prompts = trained_pair
-    batch = left_padded(prompts)
-    expected = head.backbone.generate(**batch, **GREEDY)
-    for options in (
-        dict(num_assistant_tokens_schedule="adaptive"),
-        dict(assistant_confidence_threshold=0.9),
-        dict(num_assistant_tokens=2, draft_tree=dict(depth=4, top_k=2, total_tokens=9)),
-        dict(draft_tree=dict(depth=0)),
-        dict(use_mtp=False),
-    ):
-        assert torch.equal(head.backbone.generate(**batch, assistant_model=head, **GREEDY, **options), expected)
-    for length in (1, 2, 3):
-        short = head.backbone.generate(**batch, assistant_model=head, **GREEDY | {"max_new_tokens": length})
-        assert torch.equal(short, expected[:, : batch["input_ids"].shape[1] + length])
-
-
-def test_trees_are_checked_at_the_door():
-    for given, message in [
-        ("wide", "draft_tree=.*'wide'.*top_k.*total_tokens"),
-        ({"width": 3}, "depth"),
-        ({"depth": 2, "choices": [(0,)]}, "or of choices alone"),
-        ({"choices": []}, "at least one rank"),
-        ({"depth": -1}, "depth=-1.*draft_tree"),
-        ({"top_k": 0}, "top_k=.*0.*draft_tree"),
-        ({"total_tokens": 1}, "total_tokens=.*1.*draft_tree"),
-        ({"top_k": 2.5}, "top_k=.*2.5.*draft_tree"),
-    ]:
-        head = EagleHead.from_backbone(tiny_backbone())
-        with pytest.raises(ValueError, match=message):
-            head.backbone.generate(torch.tensor([[3, 4]]), assistant_model=head, draft_tree=given, max_new_tokens=3)

@@ -48,9 +48,3 @@ def test_tuning_leaves_the_backbone(tmp_path):
     assert small.eval()(ids, labels=ids).loss.item() < untuned - 0.1
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
     assert drafts(base, drafter)
-
-
-def test_layers_that_are_not_there():
-    for layers in [0, 2]:
-        with pytest.raises(ValueError, match="layers="):
-            AssistantDrafter.from_backbone(backbone("llama"), layers=layers)

@@ -158,13 +158,7 @@ def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling
         assert decoded(drafter, batch, **call, **STATIC)[0] == decoded(drafter, batch, **call)[0]
 
 
-@pytest.mark.by_day(
-    "sampled-EAGLE-3 ranked",
-    "greedy-P-EAGLE",
-    "sampled-context",
-    "greedy-lookahead",
-    "sampled-slots",
-)
+@pytest.mark.by_day("sampled-EAGLE-3 ranked", "greedy-P-EAGLE", "sampled-context", "greedy-lookahead", "sampled-slots")
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
 def test_cycles_repeat_themselves_and_a_second_call_records_nothing(name, sampling, monkeypatch):
@@ -202,22 +196,6 @@ def test_ends_and_processors_are_on_the_device(name, asked, monkeypatch):
         eager, _ = decoded(drafter, batch, **call, eos_token_id=ends)
         is_chain = "draft_tree" not in options and name not in ("slots", "n-grams, branches", "recycled", "lookahead")
         assert fixed[0] == eager[0] and (fixed == eager or not is_chain)  # near the limit, other trees are smaller
-
-
-def nothing(ids, scores):
-    """A processor of the user."""
-    return scores
-
-
-@pytest.mark.by_day("FakeGraph-EAGLE-1 grown")
-@pytest.mark.parametrize("name", RECORDED)
-def test_the_host_may_stand_between_draft_and_verification(name, fake):
-    make, options = RECORDED[name]
-    drafter, call = make(), options | {"max_new_tokens": 16, "do_sample": False, "logits_processor": [nothing]}
-    batch = left_padded(prompts(3, VOCABULARY))
-    (text, _, _), graphs = decoded(drafter, batch, **call, **STATIC)
-    assert text == decoded(drafter, batch, **call)[0][0]
-    assert graphs.replayed["forward"] > 2 and graphs.reasons == {"cycle": "nothing, which the host calls"}
 
 
 @pytest.mark.by_day("n-grams, branches", "slots")

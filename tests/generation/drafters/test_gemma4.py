@@ -2,23 +2,16 @@
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    LogitsProcessorList,
-)
+from transformers import DynamicCache, Gemma4Config, Gemma4ForConditionalGeneration, LogitsProcessorList
 
-from tests.assisted import assisted_generate
-from tests.backbones import check_greedy, plain_continuations, prompts
-from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
+from tests.backbones import check_greedy, prompts
+from tests.gemma4_models import WINDOW, assistant, read, trained_pair
 from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter
 from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.call.options import CallOptions, DraftOptions
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 DRAFT = 3
 
@@ -26,14 +19,6 @@ DRAFT = 3
 @pytest.fixture(params=[dict(), dict(is_sharing=False), dict(has_clusters=True)], ids=["small", "large", "clusters"])
 def pair(request):
     model, small = trained_pair(**request.param)
-    drafter = AssistantDrafter(small, DRAFT).attach(model)
-    yield model, drafter
-    drafter.detach()
-
-
-@pytest.fixture
-def plain_pair():
-    model, small = trained_pair()
     drafter = AssistantDrafter(small, DRAFT).attach(model)
     yield model, drafter
     drafter.detach()
@@ -62,32 +47,6 @@ def test_drafts_are_made_from_verified_rows_alone(pair):
                 assert draft == expected
             place, seen = place + accepted + 1, seen | {accepted}
     assert seen == set(range(DRAFT + 1)) and place > 2 * WINDOW
-
-
-WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-
-
-@pytest.mark.by_day("clusters-block-warped")
-@pytest.mark.parametrize(
-    ("clusters", "rule", "processors"),
-    [(False, "block", {}), (False, "token", WARPED), (True, "block", WARPED), (True, "token", {})],
-    ids=["block", "token-warped", "clusters-block-warped", "clusters-token"],
-)
-def test_sampled_distribution_of_ragged_rows(clusters, rule, processors):
-    """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
-    model, small = trained_pair(8, has_clusters=clusters)
-    drafter, options = AssistantDrafter(small, DRAFT).attach(model), {"top_k": 0} | processors
-    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
-    assert len(batch[0]) > WINDOW
-    out = model.generate(
-        **left_padded(batch * 1_200), do_sample=True, max_new_tokens=6, assistant_model=drafter, verification=rule,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    drafter.detach()
-    assert {count for row in out.speculation.rows_accepted for count in row} == set(range(DRAFT + 1))
-    for row, prompt in enumerate(batch):
-        distribution = continuation_distribution(model, prompt[None], 2, **options)
-        assert continuation_p_value(out.sequences[row::2, 8:10], distribution) > 0.001
 
 
 def first_draft(model, small, batch, do_sample):
@@ -120,27 +79,6 @@ def test_distributions_are_those_of_transformers_own_forward():
         torch.testing.assert_close(tree.probs[row], expected[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_threshold_ends_drafts(plain_pair):
-    model, drafter = plain_pair
-    prompt = prompts(4)[3][None]
-    common = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
-    out = model.generate(
-        prompt, assistant_model=drafter, assistant_confidence_threshold=0.5, return_dict_in_generate=True, **common
-    )
-    assert torch.equal(out.sequences, model.generate(prompt, **common))
-    assert len({len(draft) for draft in out.speculation.rows_drafts[0][:8]}) > 1
-
-
-def test_transformers_own_loop_takes_the_drafts(plain_pair):
-    """Through `CandidateAdapter`, past our patch."""
-    model, drafter = plain_pair
-    batch = prompts(5)
-    for prompt, text in zip(batch, plain_continuations(model, batch, 12)):
-        mask = torch.ones_like(prompt)[None]
-        out = assisted_generate(model, prompt[None], drafter, attention_mask=mask, max_new_tokens=12, do_sample=False)
-        assert out[0, len(prompt) :].tolist() == text.tolist()
-
-
 def test_backbones_that_see_and_hear():
     """Public Gemma 4 models are loaded as a whole; the text model within lends its states."""
     text, small = trained_pair()
@@ -165,10 +103,3 @@ def test_folders(tmp_path):
         drafter.model.float().save_pretrained(tmp_path / "again")
         first, second = ((folder / "config.json").read_text().splitlines() for folder in (tmp_path, tmp_path / "again"))
         assert all('"dtype"' in line for line in set(first) ^ set(second))
-
-
-def test_another_vocabulary_is_refused():
-    model = gemma4()
-    with pytest.raises(ValueError, match="vocab_size.*Gemma4AssistantForCausalLM.*40"):
-        AssistantDrafter(assistant(40)).attach(model)
-    assert "generate" not in vars(model)

@@ -1,7 +1,6 @@
 """Trees of drafts from window distributions: what follows a path, greedy equality, the distribution of sampled text,
 and refusals."""
 
-import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -12,14 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.modeling.heads.backbones import shaken
-from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
+from tests.tree_worlds import WARPS, V, World, chance_of_pairs, emitted_distribution, first_of_length
 from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
 from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.trees import building as growth
 from tokenahead.modeling.heads.attached import WindowGrowth
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
 KINDS = {
     "ff": dict(unembedding="own"),
@@ -37,7 +34,6 @@ TINY_EVA = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, window_size=32, chunk_size=4,
     num_pred_heads=8,
 )  # fmt: skip
-TREE = dict(draft_tree=dict(top_k=3, total_tokens=12))
 TEXTS = torch.tensor([[0, 2, 1, 1], [2, 2, 0, 1]])
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
 
@@ -179,12 +175,7 @@ def _all_draws(heads, processing, monkeypatch):
     drafter.hidden = heads.features(states)[row, -1]
     tree = drafter.propose(SimpleNamespace(last=lambda: texts[row, -1]), 3)
     assert tree.tokens.shape[1] == 5 and tree.probs.dtype == torch.float64 and len(used) == 2
-    chance = torch.ones(len(draws), dtype=torch.float64)
-    for q, drawn in zip(used, kept):
-        first, second = q.gather(-1, drawn).unbind(-1)
-        left = q.scatter(-1, drawn[..., :1], 0).sum(-1)
-        alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
-        chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
+    chance = chance_of_pairs(used, kept)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
     return _BehindPrompts(heads.backbone, texts, processing), tree, chance
 
@@ -193,74 +184,3 @@ def test_a_fixed_shape_is_drafted_and_keeps_paths_of_every_length():
     model = backbone()
     heads = train_heads(model, steps=30, **KINDS["cp"])
     assert check_greedy(model, heads, prompts(8), new=20, draft_tree=CHOICES) == {0, 1, 2, 3}
-
-
-@pytest.mark.by_day("btree")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tree_keeps_more_than_a_chain(kind):
-    model, counts = backbone(), {}
-    heads, batch = train_heads(model, steps=15, **KINDS[kind]), torch.randint(2, 48, (16, 5))
-    for name, options in {"chain": {}, "tree": TREE}.items():
-        out = model.generate(
-            batch, attention_mask=torch.ones_like(batch), assistant_model=heads, do_sample=False, max_new_tokens=24,
-            return_dict_in_generate=True, **options,
-        )  # fmt: skip
-        rows = out.speculation.rows_accepted
-        counts[name] = sum(map(sum, rows)) / sum(map(len, rows))
-    assert counts["tree"] > counts["chain"] > 0
-
-
-@pytest.mark.by_day("btree")
-@pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
-def test_sampled_text_from_fixed_shapes_has_the_backbones_distribution(kind):
-    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
-    heads, options = train_heads(model, steps=20, **KINDS[kind]), dict(top_k=0, temperature=1.0)
-    torch.manual_seed(3)
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=6, num_return_sequences=4_000,
-        assistant_model=heads, return_dict_in_generate=True, draft_tree=CHOICES,
-        verification="token" if kind == "ff" else "block", **options,
-    )  # fmt: skip
-    assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
-    distribution = continuation_distribution(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
-
-
-@pytest.mark.by_day("hmm-context-False", "hydra-True")
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_growing_never_makes_the_host_wait(kind, do_sample):
-    heads = tiny(kind, vocabulary=20, dtype=torch.float32)
-    states = heads._run_backbone(torch.randint(20, (2, 6)), None, None).hidden_states
-    last = torch.tensor([3, 7])
-    for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
-        for tree in (dict(depth=2, top_k=3, total_tokens=12), dict(choices=CHOICES)):
-            options = SimpleNamespace(
-                num_tokens=3,
-                do_sample=do_sample,
-                processing=Processing(LogitsProcessorList([])),
-                draft_tree=tree,
-                has_likely_tree="choices" in tree,
-                masks=lambda tokens: None,
-                numbers=NumberCheck(),
-            )
-            drafter = heads.start(options)
-            drafter.hidden = heads.features(states)[:, -1]
-            with mode, torch.no_grad():
-                drafter.propose(SimpleNamespace(last=lambda: last), 3)
-
-
-def test_trees_are_checked_at_the_door():
-    for given, message in [
-        ({"depth": 3}, "4.*3.*depth=2"),
-        ([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], "paths.*4"),
-        ([(0, 0)], "so must its parent"),
-        ([(0,), (70,)], "rank.*70.*48"),
-        ([], "at least one rank"),
-        ([0, 1], "at least one rank"),
-        ("wide", "draft_tree=.*'wide'"),
-    ]:
-        model = backbone()
-        heads = MTPHeads.from_backbone(model, window=4)
-        with pytest.raises(ValueError, match=message):
-            model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)

@@ -84,18 +84,6 @@ def test_blocks_are_n_grams_and_guesses_that_the_backbone_corrects(cycles):
     assert drafter.table[:-1].tolist() == list(known.values())
 
 
-@pytest.mark.by_day("30")
-@pytest.mark.parametrize("number", [1, 2, 4, 30])
-def test_the_longest_path_is_what_is_asked_for(number):
-    model, batch = backbone(), left_padded(prompts(3))
-    drafter = LookaheadDrafter(WINDOW, SIZE, CANDIDATES).attach(model)
-    options = OPTIONS | {"num_assistant_tokens": number, "return_dict_in_generate": True}
-    out = model.generate(**batch, **options, assistant_model=drafter)
-    assert out.sequences.equal(model.generate(**batch, **OPTIONS))
-    longest = max(max(row) for row in out.speculation.rows_accepted)
-    assert 0 < longest <= min(number, WINDOW + SIZE - 2)
-
-
 def test_the_guesses_alone_are_drafted_where_the_backbone_takes_no_trees():
     torch.manual_seed(1)
     sizes = dict(vocab_size=40, hidden_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=None)

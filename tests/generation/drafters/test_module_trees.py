@@ -1,14 +1,14 @@
 """Trees of sequential modules: every node has the distribution of its chain, and the text is the backbone's."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import AutoConfig, LogitsProcessorList
 
 from tests.families import family_model
-from tests.integration.test_lossless_modules import CHECKPOINT, greedy, prompts
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
 from tokenahead.generation.call.options import NumberCheck
@@ -18,19 +18,30 @@ from tokenahead.generation.trees import growth
 from tokenahead.modeling.deepseek import session as modules
 from tokenahead.modeling.deepseek.session import ModuleGrowth
 
+CHECKPOINT = Path(__file__).parents[2] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
+NEW_TOKENS = 24
 TREE = dict(draft_tree=dict(depth=3, top_k=3, total_tokens=14))
 
 
-def trained():
+@pytest.fixture(scope="module")
+def model():
     model = DeepSeekMTP.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
-@pytest.fixture(scope="module")
-def model():
-    return trained()
+def prompts(count):
+    """Noise of 1 to 40 tokens: the shortest are shorter than D."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 2, 3, *torch.randint(1, 41, (count - 3,), generator=generator).tolist()]
+    return [torch.randint(1, 128, (length,), generator=generator) for length in lengths]
+
+
+def greedy(model, batch, **options):
+    inputs = left_padded(batch)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True} | options
+    return model.generate(**inputs, **options)
 
 
 class _Told(ModuleGrowth):
@@ -147,3 +158,13 @@ def test_a_smaller_draft_vocabulary_and_fixed_shapes(model):
     model.generate(
         **inputs, do_sample=True, draft_tree=TREE["draft_tree"], draft_vocabulary=vocabulary, max_new_tokens=9
     )
+
+
+def test_fresh_weights_draft_with_their_own_modules():
+    config = AutoConfig.from_pretrained(CHECKPOINT)  # knows the path of another model's modules
+    model, prompt, options = DeepSeekMTP(config).eval(), prompts(10)[9], {"eos_token_id": None, "pad_token_id": 0}
+    drafts = greedy(model, [prompt], **options).speculation.drafts
+    with torch.no_grad():
+        for parameter in model.mtp.parameters():
+            parameter.mul_(-1)
+    assert greedy(model, [prompt], **options).speculation.drafts != drafts

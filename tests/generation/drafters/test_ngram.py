@@ -102,14 +102,6 @@ def test_a_call_may_ask_for_another_number_of_branches():
     assert torch.equal(out.sequences, plain) and {len(draft) for draft in out.speculation.drafts} >= {4}
 
 
-def test_other_trees_are_refused_by_name():
-    for wanted in [{"top_k": 0}, {"depth": 3}, {}, "auto"]:
-        model, prompt = backbone(), torch.tensor([[5, 6, 7, 5]])
-        drafter = NgramDrafter().attach(model)
-        with pytest.raises(ValueError, match="draft_tree=.*'top_k'"):
-            model.generate(prompt, assistant_model=drafter, draft_tree=wanted, max_new_tokens=4, do_sample=False)
-
-
 def test_drafts_are_shorter_after_rejections_and_longer_after_accepted_ones():
     """Every row has the drafts that it has alone; texts that repeat themselves grow full drafts again."""
     model = backbone()

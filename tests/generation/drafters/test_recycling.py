@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config
 
 from tests.backbones import backbone, prompts
 from tests.models import left_padded
-from tokenahead import AssistantDrafter, DrafterCascade, RecyclingDrafter, SuffixDrafter
+from tokenahead import RecyclingDrafter
 from tokenahead.generation.lookups import recycling
 from tokenahead.generation.trees import static_tree
 
@@ -102,16 +102,3 @@ def test_a_chain_is_drafted_where_the_backbone_takes_no_trees():
         assert out.sequences.equal(model.generate(**batch, **OPTIONS))
         assert max(len(draft) for row in out.speculation.rows_drafts for draft in row) == 6
         assert any(map(any, out.speculation.rows_accepted))
-
-
-@pytest.mark.parametrize("joins", [False, True], ids=["first", "joined"])
-def test_behind_look_ups_it_reads_what_they_draft(cycles, joins):
-    model, batch = backbone(), left_padded(prompts(3))
-    drafter = RecyclingDrafter(top_k=3)
-    cascade = DrafterCascade([SuffixDrafter(factor=2.0), drafter], joins=joins, least=1.0).attach(model)
-    out = model.generate(**batch, **OPTIONS, assistant_model=cascade)
-    assert out.equal(model.generate(**batch, **OPTIONS))
-    assert any(len(own[0]) + 1 != block.shape[1] for (_, own), (block, *_) in zip(cycles[::2], cycles[1::2]))
-    with pytest.raises(ValueError, match="RecyclingDrafter does not say what it expects"):
-        other = DrafterCascade([drafter, AssistantDrafter(copy.deepcopy(model))]).attach(model)
-        model.generate(**batch, **OPTIONS, assistant_model=other)

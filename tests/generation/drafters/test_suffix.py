@@ -256,6 +256,9 @@ DAMAGES = {
     "lengths": lambda file, parts: save_file(parts | {"counts": parts["counts"][:-1].clone()}, file, OPTIONS),
     "parents": lambda file, parts: save_file(parts | {"parents": parts["parents"] + 9}, file, OPTIONS),
     "tokens": lambda file, parts: save_file(parts | {"tokens": -parts["tokens"]}, file, OPTIONS),
+    "factor": lambda file, parts: save_file(parts, file, {"options": '{"factor": Infinity}'}),
+    "depth": lambda file, parts: save_file(parts, file, {"options": '{"depth": 1000000000}'}),
+    "sums": lambda file, parts: save_file(parts | {"counts": parts["counts"] * 2**62}, file, OPTIONS),
     "numbers": lambda file, parts: save_file(parts | {"tokens": parts["tokens"].float()}, file, OPTIONS),
 }
 OPTIONS = {"options": "{}"}

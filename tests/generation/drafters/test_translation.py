@@ -1,6 +1,5 @@
 """Assistants with another tokenizer: the text and its distribution are the backbone's, alone and in ragged batches."""
 
-import copy
 import itertools
 from types import SimpleNamespace
 
@@ -9,8 +8,6 @@ import torch
 from transformers import LogitsProcessorList
 
 from tests.backbones import check_greedy
-from tests.gemma4_models import assistant as gemma4_assistant
-from tests.gemma4_models import gemma4
 from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
 from tests.models import left_padded
 from tests.two_tokenizers import TEXT, prompts, speaker, tokenizer, with_bytes
@@ -158,25 +155,3 @@ def test_the_call_of_transformers():
     with pytest.raises(ValueError, match="assistant_tokenizer=.*AssistantDrafter.*NgramDrafter"):
         model.generate(ids, assistant_model=ngrams, **options, **both)
     ngrams.detach()
-
-
-def test_what_cannot_be_translated():
-    model, small, both = speaker("llama", SIZE), speaker("llama", 46), (tokenizer(SIZE), tokenizer(46))
-    names = dict(zip(("tokenizer", "assistant_tokenizer"), both))
-    with pytest.raises(ValueError, match="vocab_size.*46.*64.*tokenizer=.*assistant_tokenizer="):
-        AssistantDrafter(small).attach(model)
-    for name in names:
-        with pytest.raises(TypeError, match=f"{name}=None"):
-            AssistantDrafter(small, **names | {name: None}).attach(model)
-        with pytest.raises(TypeError, match=f"{name}=7"):
-            AssistantDrafter(small, **names | {name: 7}).attach(model)
-    with pytest.raises(ValueError, match="translate='ids'.*'vocabulary'.*'text'"):
-        AssistantDrafter(small, translate="ids")
-    with pytest.raises(ValueError, match="vocab_size=40"):
-        AssistantDrafter(small, vocab_size=40, **names).attach(model)
-    with pytest.raises(ValueError, match="Gemma4AssistantForCausalLM"):
-        AssistantDrafter(gemma4_assistant(), **names).attach(gemma4())
-    flash = copy.deepcopy(small)
-    flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2"):
-        AssistantDrafter(flash, **names).attach(model)

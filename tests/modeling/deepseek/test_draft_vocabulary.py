@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributions import enumerate_outcomes
 from tests.families import family_model, random_ids
-from tests.integration.test_lossless_modules import enumerate_outcomes
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
 from tokenahead.configuration.loss_options import ModuleLossOptions

@@ -64,5 +64,5 @@ def test_an_unknown_one_is_named():
     for kind in DRAFTERS:
         model, ids = DRAFTERS[kind](), torch.arange(1, 9)[None]
         model.loss_options.target, model.loss_options.divergence = "teacher", "jsd"
-        with pytest.raises(ValueError, match="divergence='jsd' is unknown.*'reverse_kl'"):
+        with pytest.raises(ValueError, match="divergence='jsd'.*'reverse_kl'"):
             model(ids, labels=ids)

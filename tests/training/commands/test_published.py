@@ -40,7 +40,7 @@ def test_layers_can_be_passed_and_nothing_else(folders, settings_of, tmp_path):
     options = dict(drafter=source, max_steps=1)
     trainer = train(settings_of(**options, drafter_options={"aux_layers": [1, 2, 4]}))
     assert trainer.model.config.aux_layers == [1, 2, 4]
-    with pytest.raises(ValueError, match="drafter_options: version.* leave one"):
+    with pytest.raises(ValueError, match="drafter_options: version"):
         train(settings_of(**options, drafter_options={"version": 1}, output_dir=str(tmp_path / "second")))
 
 
@@ -48,5 +48,5 @@ def test_a_kind_or_a_source_that_is_none(folders, settings_of, tmp_path):
     for name in ("egale:x", "modules:x", "eagle:", "egale"):
         with pytest.raises(ValueError, match=f"drafter='{name}'"):
             settings_of(drafter=name)
-    with pytest.raises(ValueError, match="drafter .* holds an MTPHeads"):
+    with pytest.raises(ValueError, match="drafter .* holds .*MTPHeads"):
         train(settings_of(drafter=exported(folders, tmp_path / "heads", "heads", "medusa").replace("auto", "eagle")))

@@ -201,7 +201,7 @@ def test_what_a_training_reads_is_prepared_alone(command, settings_of, tmp_path,
     with pytest.raises(SystemExit) as end:
         cli.main([command, str(tmp_path / "config.yaml"), "--disable_tqdm"])
     assert not end.value.code and not [*settings.output.glob("*")]
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("part-*.safetensors")}
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*.safetensors")}
     assert {path.parent.name for path in kept} == {"own"} | ({"states"} if command == "features" else set())
     train(settings)
     assert kept == {path: path.stat().st_mtime_ns for path in kept}

@@ -6,9 +6,7 @@ import torch
 from tests.every_model import llama
 from tests.modeling.heads.backbones import KINDS, shaken
 from tests.models import left_padded, tiny_model
-from tests.ptp_models import student
-from tokenahead import MTPHeads, NgramDrafter
-from tokenahead.generation.call import options as protocol
+from tokenahead import MTPHeads
 from tokenahead.generation.call.options import DraftOptions
 from tokenahead.modeling.heads.attached import HeadSession
 from tokenahead.testing import continuation_distribution, continuation_p_value
@@ -97,33 +95,3 @@ def test_the_host_waits_once_more_in_a_cycle_and_never_without_a_threshold(thres
     out = model.generate(PROMPT, **GREEDY, assistant_confidence_threshold=threshold)
     drafts = [draft for draft in out.speculation.drafts if draft]
     assert len(asked) == (len(drafts) if threshold else 0)
-
-
-SILENT = {
-    "ngram": (lambda model: NgramDrafter(), {}, "drafts of NgramDrafter"),
-    "branches": (lambda model: NgramDrafter(branches=2), {}, "trees of NgramDrafter"),
-    "tree": (lambda model: MTPHeads.from_backbone(model), {"draft_tree": {"top_k": 2}}, "trees of MTPHeads"),
-    "ptp": (None, {}, "drafts of PTPForCausalLM"),
-}
-
-
-def test_who_does_not_read_it_says_so(monkeypatch):
-    for name in SILENT:
-        make, options, who = SILENT[name]
-        said = []
-        monkeypatch.setattr(protocol.logger, "warning_once", said.append)
-        model = student() if make is None else llama()
-        if make is not None:
-            options = options | {"assistant_model": make(model).attach(model)}
-        model.generate(PROMPT, **GREEDY, **options)
-        assert not said
-        model.generate(PROMPT, **GREEDY, **options, assistant_confidence_threshold=0.5)
-        assert said == [f"assistant_confidence_threshold=0.5 is not read by {who}: they are verified whole."]
-
-
-def test_who_reads_it_says_nothing_and_plain_decoding_neither(monkeypatch):
-    monkeypatch.setattr(protocol.logger, "warning_once", pytest.fail)
-    for name in NAMES:
-        model, extra = speculating(name)
-        model.generate(PROMPT, **GREEDY, **extra, assistant_confidence_threshold=0.5)
-    student().generate(PROMPT, **GREEDY, use_mtp=False, assistant_confidence_threshold=0.5)

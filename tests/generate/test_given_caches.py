@@ -11,7 +11,6 @@ from tests.backbones import backbone, prompts
 from tests.models import left_padded, trained_model
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import NgramDrafter
-from tokenahead.configuration.cache_names import CACHE
 
 NEW, MORE = 16, 8
 
@@ -74,15 +73,6 @@ def test_nothing_is_fed_where_nobody_sees_the_cache(monkeypatch):
         model.generate(**batch, max_new_tokens=NEW, do_sample=False, **answer, **ends)
         counts.append(len(calls))
     assert counts[0] == counts[1] - 1
-
-
-def test_a_cache_of_another_batch_is_refused():
-    for sequences in [1, 3]:
-        model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
-        NgramDrafter().attach(model, default=True)
-        model(torch.full((sequences, 4), 5), past_key_values=cache)
-        with pytest.raises(ValueError, match=rf"{CACHE}.*{sequences}.*2"):
-            model.generate(prompt, past_key_values=cache, max_new_tokens=4)
 
 
 def test_a_call_that_fails_leaves_layers_of_transformers():

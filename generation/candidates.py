@@ -28,14 +28,7 @@ class _View(CacheView):
 
 
 class CandidateAdapter(CandidateGenerator):
-    """Hands a drafter's chains to transformers' assisted loop.
-
-    Args:
-        session: Drafts chains.
-        options: Of the call.
-        mask: [1, L], 0 for padding of the prompt; None where there is none.
-        drafter: Made the session; drafts that come from no numbers end its work, with a warning.
-    """
+    """Hands the chains of a session to transformers' assisted loop; drafts that come from no numbers end its work."""
 
     requires_model_outputs = True
 
@@ -61,17 +54,9 @@ class CandidateAdapter(CandidateGenerator):
         n_last_matches: int = 0,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return candidates for the next verification.
+        """Return candidate ids [1, L + m] and log q [1, m, v] (None where the draft is deterministic or empty).
 
-        Args:
-            input_ids: [1, L], the sequence so far; its last token is the one that the last verification added.
-            model_outputs: Output of the last forward.
-            is_first_iteration: True before the prefill, which drafts nothing.
-            n_last_matches: Drafts accepted by the last verification.
-            **kwargs: Further arguments of the loop.
-
-        Returns:
-            Candidate ids [1, L + m] and log q [1, m, v] (None where the draft is deterministic or empty).
+        The last of the ids [1, L] is the token that the last verification added, after `n_last_matches` drafts.
         """
         if is_first_iteration or self.is_left_out:
             return input_ids, None
@@ -124,11 +109,7 @@ def candidate_generator(
     model_kwargs: Kwargs,
     input_ids: Tensor,
 ) -> CandidateAdapter:
-    """Return a drafter's chains for transformers' own assisted loop (batch 1).
-
-    Raises:
-        ValueError: A drafter whose slots the verifying forward must read; that loop passes it ids alone.
-    """
+    """Return a drafter's chains for transformers' own assisted loop (batch 1), which feeds no slots."""
     number, longest = drafter.default_draft(), drafter.longest_draft()
     number = min(config.num_assistant_tokens or number, number if longest is None else longest)
     options = CallOptions(num_assistant_tokens=number, speculates=True).cut(backbone, input_ids, config.max_length)

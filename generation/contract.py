@@ -98,14 +98,7 @@ class DraftTree:
     def chain(
         cls, draft: Tensor, q: Tensor | None = None, num_nodes: Tensor | None = None, auxiliary: Any = None
     ) -> DraftTree:
-        """Return a tree of one path.
-
-        Args:
-            draft: [B, m] int64.
-            q: [B, m, V] probabilities that the tokens were drawn from; None: deterministic tokens.
-            num_nodes: [B] real tokens of every sequence, if not all of them.
-            auxiliary: See the class.
-        """
+        """Return a tree of one path: tokens [B, m], and the probabilities [B, m, V] that they were drawn from."""
         parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)  # [B, m]
         return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
 
@@ -266,12 +259,8 @@ class CacheView(Protocol):
     def held(self, name: str, value: Tensor) -> Tensor:
         """Return a value to keep until the next cycle, where shapes are fixed in a tensor that keeps its address.
 
-        It does so for all cycles, and for later calls of the same sizes, of all values of one name, shape and dtype;
-        elsewhere the value itself is returned.
-
-        Args:
-            name: Begins with the name of who holds it, such as `"eagle.keys.0"`.
-            value: No view of what is held under the name, but for the very tensor, which is left as it is.
+        It does so for all cycles, and for later calls of the same sizes, of all values of one name (such as
+        `"eagle.keys.0"`), shape and dtype. No value is a view of what is held, but for the very tensor.
         """
         return value
 
@@ -335,7 +324,6 @@ class NoDrafts(DraftSession):
         self.empty = empty
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return no draft."""
         return self.empty
 
 
@@ -360,13 +348,7 @@ class SpeculativeCache(Protocol):
         ...
 
     def keep_last(self, fed: int, kept: NewTokens, path: Tensor | None = None) -> None:
-        """Keep the first `kept.counts[b]` of the last `fed` tokens of sequence b.
-
-        Args:
-            fed: Tokens of the last forward.
-            kept: Tokens per sequence.
-            path: [B, k + 1] int64, the positions of a tree that come first; None: a chain.
-        """
+        """Keep the first `kept.counts[b]` of the last `fed` tokens of sequence b, or of their `path` [B, k + 1]."""
         ...
 
     def drop_padding(self, mask: Tensor) -> None:
@@ -407,10 +389,8 @@ def each_state(states: States | None, change: Callable[[Tensor], Tensor]) -> Sta
 def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
     """Follow the target's picks from b down, as long as there is a child with the pick, and add the pick at the end.
 
-    Args:
-        tree: Any tree; its distributions are not read.
-        picks: [B, m + 1] int64, the token that the target picks after every index: the argmax of its scores, or a draw
-            that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
+    Picks [B, m + 1] after every index are the argmax of the target's scores, or draws that the draft did not depend on,
+    or that it anticipates (coupled uniforms).
     """
     if not tree.tokens.shape[1]:
         return VerificationResult(torch.zeros_like(picks[:, 0]), picks)
@@ -441,15 +421,7 @@ def descend(tree: DraftTree, wanted: Tensor) -> Tensor:
 
 
 def path_columns(members: Tensor, depth: int) -> Tensor:
-    """Return the members of paths in order.
-
-    Args:
-        members: [..., m + 1] bool, the indices on a path; 0 is one of them.
-        depth: The most members besides 0.
-
-    Returns:
-        [..., depth + 1] int64, the members' indices in rising order, which is that of the path; the last is repeated.
-    """
+    """Return the indices [..., depth + 1] of the members [..., m + 1] bool of paths in order; the last is repeated."""
     index = cached_arange(members.shape[-1], members.device)  # [m + 1]
     last = (members * index).amax(-1, keepdim=True)  # [..., 1]
     return torch.where(members, index, last).sort(-1).values[..., : depth + 1]  # what is not on the path sorts last

@@ -40,7 +40,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, NAMES, renamed
-from .backbone.backbones import check_prompt, check_user_cache, target_of
+from .backbone.backbones import target_of
 from .backbone.target import OwnCacheBackbone, Target, traits_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import PrefillOutput, SpeculativeCache
@@ -82,7 +82,7 @@ def prepared_call(
         new_cache: Makes a cache of the backbone's own class; None: it has caches of transformers.
 
     Raises:
-        ValueError: An option, a prompt or a combination that is not supported; the message names it.
+        ValueError: An option or a combination that is not supported; the message names it.
     """
     call = dict(zip(_names(generate, len(args)), args)) | kwargs
     call = call if call.keys().isdisjoint(NAMES) else renamed(call)
@@ -97,10 +97,8 @@ def prepared_call(
             f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
             f"{type(backbone).__name__} in place; leave it out"
         )
-    check_prompt(backbone, call, config, has_own_cache=new_cache is not None)
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
-    check_user_cache(call, config)
     read = None
     if drafter is None or config.prompt_lookup_num_tokens:
         CallOptions.read(own, sources)

@@ -56,26 +56,10 @@ class Observer(Protocol):
         ...
 
 
-class Graph(Protocol[R]):
-    """A region that was recorded; made from a function that runs it, and the buffers that it reads and writes.
-
-    Attributes:
-        constants: What else it reads (`masks.constants`).
-    """
-
-    constants: list[object]
-
-    def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None: ...
-
-    def replay(self, function: Callable[[], R]) -> R:
-        """Run what was recorded, and return the result of the recording, whose tensors hold new values."""
-        ...
-
-
 class CudaGraph(Generic[R]):
     """A region in a CUDA graph with a private pool; torch registers the state of its default generator."""
 
-    constants: list[object]
+    constants: list[object]  # what it reads beside the buffers (`masks.constants`)
 
     def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -88,13 +72,13 @@ class CudaGraph(Generic[R]):
                 torch.cuda.set_stream(main)  # a capture that failed leaves its own
 
     def replay(self, function: Callable[[], R]) -> R:
-        """See `Graph`; its random numbers begin at a place that the replays of all threads share."""
-        with _LOCK:
+        """Run what was recorded, and return the result of the recording, whose tensors hold new values."""
+        with _LOCK:  # random numbers begin at a place that the replays of all threads share
             self.graph.replay()
         return self.result
 
 
-GRAPHS: dict[str, type[Graph[Any]]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, type[CudaGraph[Any]]] = {"cuda": CudaGraph}
 """By type of device."""
 
 
@@ -119,16 +103,9 @@ def running() -> Iterator[None]:
 
 
 class Recorder:
-    """Records and replays the regions of one call.
+    """Records and replays the regions of one call, whose `shape` is a `fingerprint`; `told` what is said of it.
 
-    Args:
-        buffers: Of the call.
-        shape: What shapes its regions; see `fingerprint`.
-        device: That of the backbone.
-        told: What is said of it.
-
-    Attributes:
-        is_steady: Whether the last region took as long as the next one will: it was replayed, and not recorded first.
+    It `is_steady` where the last region took as long as the next one will: it was replayed, and not recorded first.
     """
 
     def __init__(self, buffers: Buffers, shape: Hashable, device: torch.device, told: Graphs) -> None:
@@ -170,7 +147,7 @@ class Recorder:
             self._give_up(name, wait)
         return result
 
-    def _recorded(self, name: str, run: Callable[[], R]) -> Graph[R] | None:
+    def _recorded(self, name: str, run: Callable[[], R]) -> CudaGraph[R] | None:
         """Return a recording of a region, which does not run it; None where there can be none, or not now."""
         with _LOCK:
             if _running > 1:
@@ -187,9 +164,7 @@ class Recorder:
 
     def _give_up(self, name: str, reason: str) -> None:
         self.told.reasons[name] = reason
-        logger.warning_once(
-            f"Cycles are launched one by one, and no CUDA graph replays them: {self.told.reasons[name]}"
-        )
+        logger.warning_once(f"Cycles are launched one by one, and no CUDA graph replays them: {reason}")
 
 
 @cache
@@ -220,13 +195,13 @@ def _noting_waits(run: Callable[[], R]) -> tuple[R, str | None]:
             result = run()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    lines = list[str]()
+    wait = None
     for each in caught:
         if "synchronizing" in str(each.message):
-            lines.append(f"{Path(each.filename).name}:{each.lineno}, where the host waits for the device")
+            wait = wait or f"{Path(each.filename).name}:{each.lineno}, where the host waits for the device"
         else:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    return result, lines[0] if lines else None
+    return result, wait
 
 
 def held_draft(tree: DraftTree, hold: Callable[[str, Tensor], Tensor]) -> DraftTree:
@@ -266,7 +241,9 @@ def obstacle_to_whole(options: DraftOptions, criteria: list[StoppingCriteria]) -
 def obstacle_to_graphs(*models: nn.Module) -> str | None:
     """Return why nothing is recorded where these models run, in the user's words; None: something may be."""
     devices = {tensor.device for model in models for tensor in model.parameters()}
-    kinds, places = {device.type for device in devices}, set(_places(models))
+    kinds = {device.type for device in devices}
+    maps = [set(map(str, (getattr(model, "hf_device_map", None) or {}).values())) for model in models]
+    places = set[str]().union(*(each for each in maps if len(each) > 1))  # where accelerate put parts
     if places & {"cpu", "disk"} or "meta" in kinds:
         return "offloading: parts of the model come and go"
     if places or len(devices) > 1:
@@ -284,19 +261,8 @@ def obstacle_to_graphs(*models: nn.Module) -> str | None:
     return None
 
 
-def _places(models: tuple[nn.Module, ...]) -> Iterator[str]:
-    """Yield where accelerate put the parts of models that have several places."""
-    for model in models:
-        places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
-        yield from places if len(places) > 1 else ()
-
-
 def fingerprint(*parts: object) -> Hashable:
-    """Return what shapes the recording of regions in which these objects take part, as something to compare.
-
-    Of modules: addresses of weights, and the flags of every part, adapters' and training's among them; of tensors:
-    addresses; of others: their plain attributes.
-    """
+    """Return what shapes the recording of regions in which these objects take part, as something to compare."""
     modes = torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision()
     return modes, tuple(map(_mark, parts))
 

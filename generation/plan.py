@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE
 from .backbone.backbones import can_roll_back, check_trees, is_repackable, takes_fixed_size
-from .backbone.static import lacks_room, planned_cache
+from .backbone.static import planned_cache
 from .backbone.target import traits_of
 from .call.keywords import USUAL, Keywords, keywords_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
@@ -243,8 +243,6 @@ def plan_of(
     made = DraftOptions.of_call(options, backbone, config, processors, prompt)
     verifier_model, session = drafter.verifier_model(backbone), drafter.session(made)
     verifier = drafter.make_verifier(made, session)
-    if made.threshold and made.speculates:
-        made.warn_of_threshold(session, type(drafter).__name__)
     if made.processors and drafter.recorder is None:
         session = with_forced(session, made, drafter.longest_draft())
     unfixed = unrecorded = None
@@ -254,10 +252,7 @@ def plan_of(
         unrecorded = unfixed or obstacle_to_graphs(*models)
         has_singles = made.schedule == "adaptive" or not made.speculates
         kwargs = model_kwargs, config, has_singles, unfixed is None, unrecorded is None
-        model_kwargs[CACHE] = cache = planned_cache(backbone, *kwargs)
-        if (lack := lacks_room(backbone, len(prompt), cache)) is not None:
-            logger.warning_once(f"cache_implementation='static' is left out: {lack}; drafts are verified without it.")
-            unfixed, cache.room = lack, None
+        model_kwargs[CACHE] = planned_cache(backbone, *kwargs)
     return Plan(
         call=call,
         prompt=prompt,

@@ -144,7 +144,7 @@ class FakeGraph(Generic[R]):
                 raise CannotReplay(f"what it reads at {address} is gone")
 
     def replay(self, function: Callable[[], R]) -> R:
-        """See `graphs.Graph`.
+        """See `graphs.CudaGraph`.
 
         Raises:
             CannotReplay: The region does something else than it did when it was recorded.
@@ -165,7 +165,7 @@ class BlindGraph(FakeGraph[R]):
     """The calls of a region, made again; see the file."""
 
     def replay(self, function: Callable[[], R]) -> R:
-        """See `graphs.Graph`."""
+        """See `graphs.CudaGraph`."""
         self._check_alive()
         for call, args, kwargs, results in self.recorded.steps:
             for old, new in zip(results, _tensors(call(*args, **kwargs)), strict=True):

@@ -8,20 +8,16 @@ from torch import Tensor
 from transformers import (
     Cache,
     DynamicCache,
-    GenerationConfig,
     PreTrainedModel,
-    StaticCache,
     cache_utils,
 )
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
-    StaticLayer,
 )
 
 from ...configuration.cache_names import CACHE, NAMES
@@ -55,12 +51,7 @@ _IMAGES_APART = ("git",)
 
 
 def check_model(model: PreTrainedModel, instead: str = "attach to another backbone") -> None:
-    """Refuse a model that cannot decode in our loop; the message ends with what to do `instead`.
-
-    Raises:
-        ValueError: An encoder-decoder, an encoder, no head of a language model, no cache, or positions that follow from
-            columns.
-    """
+    """Refuse a model whose blocks mean something else than its tokens one by one; the message ends with `instead`."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder, and no causal language model; {instead}")
@@ -92,12 +83,7 @@ def _takes(kind: type, name: str) -> bool:
 
 
 def check_trees(backbone: PreTrainedModel) -> None:
-    """Refuse a backbone that cannot verify trees of drafts; chains it can.
-
-    Raises:
-        ValueError: Attention without dense masks, or with distances between columns: in a tree, siblings have
-            different columns at the same distance.
-    """
+    """Refuse a backbone that cannot verify trees: without dense masks, or where siblings have other distances."""
     check_attention(backbone.config, "trees of drafts")
     if (reason := traits_of(backbone).by_columns) is not None:
         name = backbone.config.get_text_config().model_type
@@ -120,58 +106,6 @@ def _looks_ahead(backbone: PreTrainedModel) -> bool:
     return not any(getattr(module, "is_causal", False) for module in backbone.get_decoder().modules())
 
 
-def check_prompt(backbone: PreTrainedModel, call: Kwargs, config: GenerationConfig, has_own_cache: bool) -> None:
-    """Refuse a prompt or a length that the backbone cannot process.
-
-    Raises:
-        ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
-    """
-    text = backbone.config.get_text_config()
-    ids, embeds = (call.get("input_ids") if call.get("inputs") is None else call["inputs"]), call.get("inputs_embeds")
-    tensor = ids if embeds is None else embeds
-    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
-        return
-    if embeds is None and backbone.main_input_name == "input_ids":
-        if tensor.shape[1] == 0:
-            raise ValueError("input_ids is empty; pass at least one token, for example the bos token")
-        low, high = (int(bound) for bound in tensor.aminmax())
-        if low < 0 or high >= text.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {text.vocab_size - 1}")
-    limit = text.max_position_embeddings if has_own_cache else traits_of(backbone).table
-    if limit is not None and tensor.shape[1] > limit:
-        raise ValueError(f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}")
-    mask, new = call.get("attention_mask"), config.max_new_tokens or (config.max_length or 0) - tensor.shape[1]
-    may_end = config.eos_token_id is not None or config.stop_strings or config.max_time or call.get("stopping_criteria")
-    count = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, Tensor) else tensor.shape[1])
-    if not has_own_cache and limit is not None and count > limit and not may_end:
-        most = f"choose at most {new - count + limit}"
-        raise ValueError(f"max_new_tokens={new} takes {count} positions of max_position_embeddings={limit}: {most}")
-
-
-def check_user_cache(call: Kwargs, config: GenerationConfig) -> None:
-    """Refuse a cache of transformers that does not fit the prompt.
-
-    Raises:
-        ValueError: It holds another number of sequences, or too few columns for the call.
-    """
-    cache, ids = call.get(CACHE), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
-    if not isinstance(cache, (DynamicCache, StaticCache)) or not isinstance(ids, Tensor) or (config.num_beams or 1) > 1:
-        return
-    sequences = len(ids) * (config.num_return_sequences or 1)
-    longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
-    tokens = (longest or 0) - 1  # the last token is never fed
-    keys = [layer.keys for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    held = next((len(states) for states in keys if states is not None), sequences)
-    if held != sequences:
-        raise ValueError(f"{CACHE} holds {held} sequences, and the call has {sequences}: pass its own cache")
-    fixed = (layer for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding)
-    room = min((layer.get_max_length() for layer in fixed), default=tokens)
-    if room < tokens:
-        more = f"make max_cache_len longer by {tokens - room}"
-        raise ValueError(f"{CACHE} has room for {room} tokens of {tokens}: {more}")
-
-
 def is_repackable(cache: Cache, traits: Traits) -> bool:
     """Return whether sequences of a backbone's cache may accept different numbers of tokens: all layers roll back."""
     if traits.convolves:
@@ -185,10 +119,7 @@ def _has_blocks(layer: object) -> bool:
 
 
 def can_roll_back(model: PreTrainedModel) -> bool:
-    """Return whether a model supports rollback after a rejected draft: columns are cropped, recurrent layers replayed.
-
-    The length of a cache needs columns, and states in another form than in transformers' caches are not supported.
-    """
+    """Return whether rejected drafts can be rolled back: columns are cropped, recurrent layers replayed."""
     if not type(model)._is_stateful:
         return True
     if model.config.model_type in _FORGETFUL:
@@ -214,8 +145,7 @@ def target_of(
     limit: int = 0,
     span: int = 0,
 ) -> DynamicCacheBackbone:
-    """Return the target of a model on a cache of transformers with the prompt in it; see `DynamicCacheBackbone` and
-    `RaggedBackbone`."""
+    """Return the target of a model on a cache with the prompt in it; arguments as for `RaggedBackbone`."""
     traits = traits_of(model)
     if not is_repackable(cache, traits):
         return LockstepBackbone(model, cache, like, mask, model_kwargs)

@@ -31,7 +31,7 @@ from ..tensors.masks import PACKED, blocks_of, cached_arange, cached_range, mode
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
 """Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""
-_STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)  # by token, and their dimension of columns; the last is rare
+STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)  # by token, and their dimension of columns; the last is rare
 _WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}  # kinds of layers whose tokens are real, all of them
 _NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks are local
 _MASKS_OF = {
@@ -43,19 +43,12 @@ Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
 
 
 class Place(NamedTuple):
-    """Where the layers of one kind put a block; they share it.
+    """Where the layers of one kind put a block; they share it."""
 
-    Attributes:
-        size: Columns that they allocate.
-        stored: Tokens of the block that they store: a ring keeps the end of a first block that is longer.
-        slots: Of these tokens.
-        width: Columns that attention gets.
-    """
-
-    size: int
-    stored: int
-    slots: Slots
-    width: int
+    size: int  # columns that they allocate
+    stored: int  # tokens of the block that they store: a ring keeps the end of a first block that is longer
+    slots: Slots  # of these tokens
+    width: int  # columns that attention gets
 
 
 class CacheLayout:
@@ -70,10 +63,8 @@ class CacheLayout:
 
     Attributes:
         ends: [B] int64; `lengths` are the same on the host.
-        is_even: Whether all sequences end in the same column.
         block_offset: Where the next block begins, relative to `ends`; negative where columns are read again.
         is_maskless: Whether attention gets no mask, and the columns up to the block's end.
-        kinds: Of the model's layers, as far as a mask was made (`mask_kinds`).
     """
 
     def __init__(self, mask: Tensor, is_padded: bool, limit: int, span: int, counts: Tensor | None = None) -> None:
@@ -87,7 +78,7 @@ class CacheLayout:
         self.capacity = rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
         self.span, self.window, self.written = span, 0, self.prompt
         self.block_offset, self.is_maskless = 0, False
-        self.kinds: set[str] | None = None
+        self.kinds: set[str] | None = None  # `mask_kinds`, as far as a mask was made
         self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
         self._places: dict[tuple[int, int, bool, bool, torch.device], Place] = {}
 
@@ -112,24 +103,13 @@ class CacheLayout:
         if (new := cache.layer_class_to_replicate) is not None:  # layers are made when they are first written to
             cache.layer_class_to_replicate = cast(Any, lambda: kind(self, cast(DynamicLayer, new())))
 
-    def restore_layers(self, cache: Cache, columns: int) -> None:
-        """Lay a cache out as after plain decoding, with so many columns."""
-        for index, layer in enumerate(cache.layers):
-            if isinstance(layer, RaggedLayer):
-                cache.layers[index] = layer.restore(columns)
-
-    def holds(self, cache: Cache) -> bool:
-        """Return whether all layers of a cache follow this layout."""
-        return all(isinstance(layer, RaggedLayer) for layer in cache.layers)
-
     def select(self, cache: Cache, chosen: list[int]) -> None:
         """Continue with some of the sequences alone; the cache is copied."""
         index = torch.tensor(chosen, device=self.ends.device)  # [b]
         self.ends, self.lengths = self.ends[index], [self.lengths[each] for each in chosen]
         self.mask = None if self.mask is None else self.mask[index]
         self.padding = None if self.padding is None else self.padding[index]
-        self.is_even, self._slots = len(set(self.lengths)) == 1, {}
-        self._places = {}
+        self.is_even, self._slots, self._places = len(set(self.lengths)) == 1, {}, {}
         for layer in (each for each in cache.layers if isinstance(each, RaggedLayer)):
             for name, _ in layer.states:
                 if (held := getattr(layer, name)) is not None:
@@ -201,8 +181,7 @@ class CacheLayout:
     def columns(self, width: int, size: int, count: int = 0) -> Tensor:
         """Return the column in each slot, [1 or B, W] int64; negative where there is none yet.
 
-        Columns that a rejected draft overwrote were outside of every window already, so that `ends` determines the
-        columns.
+        Columns that a rejected draft overwrote were outside of every window already.
         """
         slots = cached_arange(width, self.ends.device)[None]  # [1, W]
         if not self.has_wrapped(size):
@@ -262,9 +241,6 @@ class CacheLayout:
             seen = seen | (self.ends[:, None] + block < 0)[..., None]  # nor have rows before column 0 an empty softmax
         return seen
 
-    def begin(self, count: int) -> None:
-        """Do nothing: slots of a block are noted where sizes are fixed alone."""
-
     def reserve(self, count: int) -> None:
         """Allocate columns for a block; layers grow when they are next written to."""
         end, span = max(self.lengths) + self.block_offset + count, max(self.span, self.block_offset + count)
@@ -282,18 +258,17 @@ def block_mask(
     dtype: torch.dtype | None = None,
     tree: DraftTree | None = None,
 ) -> Any:
-    """Return the mask of the bonus token and the nodes, which see all real columns of the cache, ancestors, themselves.
+    """Return the mask [B, 1, F, W] of a block of F tokens (see `model_mask`), by kind of layer where there are several.
+
+    The bonus token and the nodes see all real columns of the cache, ancestors and themselves; in a chain, each position
+    sees those before it. None where the backbone needs no mask.
 
     Args:
         layout: Of a cache that never moves.
-        count: F, the tokens of the block.
+        count: F.
         config: The backbone's, of its text; distances in attention windows are those of columns, as in its own masks.
         dtype: The backbone's; None: masks are for layers outside a model, which choose theirs from a dict.
-        tree: The draft; None or a chain: each position sees those before it.
-
-    Returns:
-        None where the backbone needs no mask, else [B, 1, F, W] (see `model_mask`); by kind of layer where there are
-        several.
+        tree: The draft; None: a chain.
     """
     auxiliary = None if tree is None else tree.auxiliary
     new = None if tree is None or tree.is_chain else tree.mask()  # [B, F, F]
@@ -322,11 +297,9 @@ def block_mask(
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values [B, H, C, D] of a layer, and keys [B, C, D] of an indexer where it has one.
+    """Keys and values [B, H, C, D] of a layer, and keys [B, C, D] of an indexer where it has one, taken from `origin`.
 
-    Args:
-        layout: The ends of the sequences.
-        origin: The layer of transformers that it replaces, whose content it takes.
+    `states` are all that it holds by sequence; `own` those that return to its origin as they are.
     """
 
     def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
@@ -334,9 +307,9 @@ class RaggedLayer(CacheLayerMixin):
         self.layout, self.origin = layout, origin
         self.is_sliding = isinstance(origin, DynamicSlidingWindowLayer)
         self.indexer_keys: Tensor | None = None
-        self.states = _STATES if isinstance(origin, DynamicIndexedLayer) else _STATES[:2]
+        self.own = self.states = STATES if isinstance(origin, DynamicIndexedLayer) else STATES[:2]
         size = layout.size(self.is_sliding)
-        for name, dim in self.states:
+        for name, dim in self.own:
             states = getattr(origin, name, None)
             if states is not None and states.numel():
                 setattr(self, name, laid_out(states, layout.prompt - states.shape[dim], dim, size))
@@ -357,13 +330,11 @@ class RaggedLayer(CacheLayerMixin):
         return states if stored < count else held.narrow(dim, 0, width)
 
     def _laid_out(self, held: Tensor | None, dim: int, size: int, states: Tensor) -> Tensor:
-        """Return what a layer holds in at least `size` slots.
-
-        Under autocast blocks may have another dtype than the prompt; both are held in the wider one, as `cat` would.
-        """
+        """Return what a layer holds in at least `size` slots."""
         if held is None:
             return laid_out(states.narrow(dim, 0, 0), 0, dim, size)
         held = self._grown(held, dim, size) if held.shape[dim] < size else held
+        # under autocast, blocks may have another dtype than the prompt: the wider one, as `cat` would
         return held.to(torch.promote_types(held.dtype, states.dtype))
 
     def _grown(self, held: Tensor, dim: int, size: int) -> Tensor:
@@ -399,11 +370,22 @@ class RaggedLayer(CacheLayerMixin):
                 sequence = cached_arange(len(source), held.device)[:, None]  # [B, 1]
                 columns[sequence, target.to(held.device) % size] = columns[sequence, source.to(held.device) % size]
 
+    def clear_after_ends(self) -> None:
+        """Write zeros to all columns after the ends: attention weighs what nobody sees by 0, and 0 times NaN is NaN."""
+        ends = self.layout.ends[:, None]  # [B, 1]
+        for name, dim in self.own:
+            if (held := getattr(self, name)) is not None:
+                columns, size = held.movedim(dim, 1), held.shape[dim]  # [B, C, ...]
+                slots = cached_range(0, size, ends.device)
+                wraps = self.layout.has_wrapped(size)
+                after = (slots - ends) % size < self.layout.span if wraps else slots >= ends  # [B, C]
+                columns.masked_fill_(after.to(held.device).view(*after.shape, *[1] * (columns.dim() - 2)), 0)
+
     def restore(self, columns: int) -> DynamicLayer:
         """Return the layer of transformers with the first columns, and of a ring those of its window."""
         layer = self.origin
         first = max(columns - layer.sliding_window + 1, 0) if isinstance(layer, DynamicSlidingWindowLayer) else 0
-        for name, dim in self.states:
+        for name, dim in self.own:
             if (held := getattr(self, name)) is not None:
                 slots = cached_range(first, columns - first, held.device) % held.shape[dim]  # in the order of columns
                 setattr(layer, name, held.index_select(dim, slots))
@@ -412,7 +394,7 @@ class RaggedLayer(CacheLayerMixin):
         return layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first block allocates."""
+        pass
 
     def get_seq_length(self) -> int:
         """Return the columns before the next block of the longest sequence."""
@@ -423,8 +405,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.layout.width(query_length, self.layout.size(self.is_sliding)), 0
 
     def get_max_length(self) -> int:
-        """Return -1: it grows."""
-        return -1
+        return -1  # it grows
 
     def verified(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values [B, H, W, D] of the last `window` verified tokens (None: all), and their mask [B, W]
@@ -497,14 +478,9 @@ def mask_kinds(config: PreTrainedConfig) -> set[str]:
 
 
 def drafter_layout(view: CacheView, size: int, limit: int, span: int, name: str) -> CacheLayout:
-    """Return the layout of a drafter's cache, which grows, or has a fixed size where the backbone's has one.
+    """Return the layout of a drafter's cache, of a fixed size where the backbone's has one; see `CacheLayout`.
 
-    Args:
-        view: Of the backbone's cache.
-        size: Columns of the prompt.
-        limit: See `CacheLayout`.
-        span: See `CacheLayout`.
-        name: Begins the names of what the view holds for it.
+    The drafter has read the last `size` columns of the prompt; `name` begins the names of what the view holds for it.
     """
     fixed = view.fixed_layout(size, limit, span, name)
     mask = view.mask[:, view.mask.shape[1] - size :]

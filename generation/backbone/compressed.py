@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer
 from ..contract import DraftTree, each_state
 from ..tensors.masks import cached_arange, cached_range
 from ..tensors.wrapped_models import Kwargs
-from .cache import CacheLayout, RaggedLayer, laid_out, rounded
+from .cache import STATES, CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
 
 _PARTS = {"kv": 0.0, "gate": -torch.inf}
@@ -55,7 +55,8 @@ class CompressedLayer(RaggedLayer):
         self.compressors = list(given.get("compressed_kv", ()))
         if not self.compressors:
             return
-        self.values, self.states, self.rate = None, self.states[:1], int(given["compress_rate"])
+        self.own = self.states = STATES[:1]
+        self.values, self.rate = None, int(given["compress_rate"])
         for name in self.compressors:
             for part in _PARTS:
                 buffer, overlap = given[f"buffer_{part}"][name], given.get(f"overlap_{part}", {}).get(name)
@@ -144,9 +145,8 @@ class CompressedLayer(RaggedLayer):
         return apply_rotary_pos_emb(entries[:, None], cos / scaled, sin / scaled)[:, 0]  # [B, 1, n, d] as of one head
 
     def restore(self, columns: int) -> DynamicLayer:
-        states, self.states = self.states, self.states[: 1 if self.compressors else None]
         layer = super().restore(columns)
-        self.states, given = states, vars(layer)
+        given = vars(layer)
         for name in self.compressors:
             windows, row = columns // self.rate, cached_arange(len(self.layout.lengths), self.layout.ends.device)
             index, entries = windows - 1 - getattr(self, f"overlap_from_{name}"), getattr(self, f"compressed_kv_{name}")
@@ -166,9 +166,8 @@ class CompressedLayer(RaggedLayer):
 class CompressedBackbone(RaggedBackbone):
     """A model on a cache of `CompressedLayer`.
 
-    Attributes:
-        heavy: Compressors without an index, whose single tokens see all entries: windows count columns, padding among
-            them. In a block they hide entries by positions, so that with padding they get columns instead.
+    Compressors without an index (`heavy`) count windows in columns, padding among them; single tokens see all entries.
+    In a block they hide entries by positions, so that with padding they get columns instead.
     """
 
     takes_trees = False

@@ -36,8 +36,7 @@ from .target import RaggedBackbone, layer_class
 class ConvolvedLayer(RaggedLayer):
     """A `RaggedLayer` with the inputs [B, d, C] of convolutions, in further rings, `inputs_0`, `inputs_1`, ...
 
-    It offers what transformers' layer with convolutions does, and says that it holds nothing: convolutions then give it
-    every block.
+    It says that it has no previous state, so that convolutions give it every block.
     """
 
     record_past, kernel = True, 1
@@ -111,9 +110,8 @@ class ConvolvedLayer(RaggedLayer):
         return columns[:1] if layout.is_even else columns
 
     def restore(self, columns: int) -> DynamicLayer:
-        states, self.states = self.states, self.states[:2]
         layer = super().restore(columns)
-        self.states, given = states, vars(layer)
+        given = vars(layer)
         for index, name in enumerate(self.rings):
             if (ring := getattr(self, name)) is not None:
                 kept = cached_range(columns - self.kernel, self.kernel, ring.device)  # [k], the last columns
@@ -160,12 +158,7 @@ class ConvolvedBackbone(RaggedBackbone):
 
 @contextmanager
 def own_columns(part: nn.Module, cache: Cache) -> Iterator[None]:
-    """Let attention in a part of a model take distances from the columns of each sequence, in the calls inside.
-
-    Args:
-        part: Has attention.
-        cache: Nothing happens but on layers of `ConvolvedLayer`, where sequences end in different columns.
-    """
+    """Let attention in a part of a model take distances from the columns of each sequence of a `ConvolvedLayer`."""
     hooks = []
     if any(isinstance(layer, ConvolvedLayer) and not layer.layout.is_even for layer in cache.layers):
         distances: dict[tuple[bool, int], torch.Tensor] = {}

@@ -65,7 +65,7 @@ class PositionedLayer(RaggedLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: torch.Tensor) -> None:
-        """Do nothing: `note_positions` has written them."""
+        pass  # `note_positions` has written them
 
     def note(self, position_ids: torch.Tensor) -> None:
         """Write positions of the next block, [B, F] or [1, 3 or 4, B, F], the last three rotated by."""
@@ -74,8 +74,8 @@ class PositionedLayer(RaggedLayer):
 
     def restore(self, columns: int) -> DynamicLayer:
         layer = cast(DynamicIndexedLayer, super().restore(columns))
-        positions = vars(layer).pop("positions", None)
-        layer.indexer_position_ids = None if positions is None else positions.transpose(0, 1)
+        positions = None if self.positions is None else self.positions[..., :columns].transpose(0, 1)
+        layer.indexer_position_ids = positions
         return layer
 
 
@@ -88,7 +88,8 @@ class BlockLayer(RaggedLayer):
         super().__init__(layout, origin)
         if "idx_keys" not in vars(origin):
             return
-        self.states, given = (*self.states, ("idx_keys", 2)), vars(origin)["idx_keys"]
+        self.own = self.states = (*self.own, ("idx_keys", 2))
+        given = vars(origin)["idx_keys"]
         if given is not None:
             self.idx_keys = laid_out(given, layout.prompt - given.shape[2], 2, layout.size(False))
 

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from ...configuration.cache_names import CACHE
 from ..call.sequences import NewTokens
 from ..tensors.masks import cached_arange, cached_range
+from .cache import STATES
 from .target import DynamicCacheBackbone
 
 
@@ -33,8 +34,6 @@ class RealignedBackbone(DynamicCacheBackbone):
 
     Attributes:
         mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
-        is_padded: Whether any column is padding.
-        counts: [B] int64, real tokens.
         moved: Columns by which sequences have moved to the right, [B]; None where none has.
     """
 
@@ -70,11 +69,7 @@ class RealignedBackbone(DynamicCacheBackbone):
         keep_window_columns(self.cache)
 
     def align(self, columns: int) -> None:
-        """See `Target`; columns after a sequence's end hold arbitrary values, as padding does.
-
-        The first columns, padding in all sequences by now, are dropped and not the last ones, so that a layer with an
-        attention window has as many columns as it needs.
-        """
+        """Drop the first columns, padding in all sequences by now: a layer with a window needs the last ones."""
         if self.moved is not None:
             surplus = self.mask.shape[1] - columns
             drop_first(self.cache, columns)
@@ -82,21 +77,17 @@ class RealignedBackbone(DynamicCacheBackbone):
 
 
 class LockstepBackbone(RealignedBackbone):
-    """A model on a cache without rollback, such as a static one: one token at a time.
-
-    Sequences that have ended go on with arbitrary tokens, as in transformers' own loop.
-    """
+    """A model on a cache without rollback, such as a static one: one token at a time, also of sequences that ended."""
 
     supports_rollback = False
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
-        """See `Target`; all sequences take b."""
         self.new_tokens, self.counts, self.count = new, self.counts + 1, 0
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
         keep_window_columns(self.cache)
 
     def align(self, columns: int) -> None:
-        """Do nothing: nothing was moved."""
+        pass
 
 
 def crop(cache: Cache, columns: int) -> None:
@@ -137,13 +128,8 @@ def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
 
 def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
     """Return layer, name and dimension of columns of all states of single tokens in a cache."""
-    names = (("keys", 2), ("values", 2), ("indexer_keys", 1))
-    return [
-        (layer, name, dim)
-        for layer in cache.layers
-        for name, dim in names
-        if getattr(layer, name, None) is not None and getattr(layer, name).numel()
-    ]
+    found = ((layer, name, dim, getattr(layer, name, None)) for layer in cache.layers for name, dim in STATES)
+    return [(layer, name, dim) for layer, name, dim, held in found if held is not None and held.numel()]
 
 
 def window_layers(cache: Cache) -> list[DynamicSlidingWindowLayer]:

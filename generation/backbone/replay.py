@@ -31,15 +31,7 @@ _OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
 
 
 class Replay:
-    """The recurrent layers of a model's cache.
-
-    Args:
-        decoder: The backbone without its head.
-        cache: Its cache, in which the prompt is.
-
-    Attributes:
-        mixers: The modules that read and write recurrent states, by layer: one, or several with separate states.
-    """
+    """The recurrent layers of a cache, and the mixers of a backbone without its head that read and write them."""
 
     def __init__(self, decoder: nn.Module, cache: Cache) -> None:
         self.cache = cache

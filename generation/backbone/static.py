@@ -13,42 +13,34 @@ cycle, and the mask of the prompt has as many columns as the cache: nothing in a
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ...configuration.fields import field
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
-from ..tensors.buffers import Buffers, held_bytes, lend
+from ..tensors.buffers import Buffers, lend
 from ..tensors.masks import cached_range
 from ..tensors.wrapped_models import Kwargs, untyped
-from .cache import CacheLayout, RaggedLayer, rounded
+from .cache import CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 
 
 class PlannedCache(DynamicCache):
-    """The cache of a prompt, after which layers of a fixed size take over.
+    """The cache of a prompt, after which layers of a fixed size take over."""
 
-    Attributes:
-        room: Columns of the static cache of transformers that this one replaces; None: the call is over.
-        compiled: How the forward after the prompt is compiled; None: it is not.
-        has_singles: Whether many forwards have a single token.
-        is_fixed: Whether the whole cycle has fixed shapes.
-    """
-
-    room: int | None = None
-    compiled: CompileConfig | None = None
-    has_singles = False
-    is_fixed = False
+    room: int | None = None  # columns of the static cache of transformers that it replaces; None: the call is over
+    compiled: CompileConfig | None = None  # how the forward after the prompt is compiled; None: it is not
+    has_singles = False  # many forwards have a single token
+    is_fixed = False  # the whole cycle has fixed shapes
 
 
 def planned_cache(
@@ -59,9 +51,8 @@ def planned_cache(
     is_fixed: bool = False,
     is_recorded: bool = False,
 ) -> PlannedCache:
-    """Return the cache that replaces the static one that transformers prepared for a call; see `PlannedCache`.
+    """Return the cache that replaces the static one that transformers prepared for a call, with room for the longest.
 
-    Its room is that of the longest call so far: layers of transformers' cache may have room for a window alone.
     Where whole cycles are recorded, the compiler makes no CUDA graphs of forwards: one graph cannot hold another.
     """
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
@@ -82,56 +73,30 @@ def _without_graphs(config: CompileConfig) -> CompileConfig:
     return made
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return how much memory is left on a device; None: it is not known."""
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def lacks_room(model: PreTrainedModel, batch: int, cache: PlannedCache) -> str | None:
-    """Return what a device lacks for the keys and values of a call, in the user's words; None: nothing is missing."""
-    config, free, needed = model.config.get_text_config(decoder=True), free_bytes(model.device), 0
-    for layer, own in zip(cache.layers, config.per_layer_config):
-        if isinstance(layer, DynamicLayer):  # others hold nothing that grows, or read another layer's
-            columns = min(cache.room or 0, getattr(layer, "sliding_window", sys.maxsize))
-            heads = field(own, "num_key_value_heads", "num_attention_heads")
-            width = field(own, "head_dim", default=own.hidden_size // own.num_attention_heads)
-            needed += 2 * batch * heads * columns * width * model.dtype.itemsize
-    if free is None or needed <= free + held_bytes(model):
-        return None
-    return f"its buffers need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
-
-
 class FixedLayout(CacheLayout):
-    """The ends of the sequences of a batch, in a cache of a fixed size; arguments as for `CacheLayout`.
-
-    Attributes:
-        block_slots: The slots [B, 1, F] of the next block, of layers without and with a window.
-    """
+    """The ends of the sequences of a batch, in a cache of a fixed size; arguments as for `CacheLayout`."""
 
     def __init__(self, mask: Tensor, is_padded: bool, limit: int, span: int) -> None:
         super().__init__(mask, is_padded, limit, span)
         self.limit, self.capacity = limit, rounded(limit + span)
-        self.block_slots: tuple[Tensor, ...] = ()
+        self.block_slots: tuple[Tensor, ...] = ()  # [B, 1, F] of the next block: of layers without and with a window
 
     def hold(self, hold: Callable[[str, Tensor], Tensor], name: str) -> None:
         """Keep all that a cycle reads at constant addresses (`CacheView.held`), under names that begin with `name`."""
         self.ends = hold(f"{name}.ends", self.ends)
         if self.mask is not None:
-            rest = (0, self.capacity - self.mask.shape[1])
-            self.mask = hold(f"{name}.mask", torch.nn.functional.pad(self.mask, rest, value=True))  # [B, C]
+            self.mask = pad(self.mask, (0, self.capacity - self.mask.shape[1]), value=True)  # [B, C]
+            self.mask = hold(f"{name}.mask", self.mask)
         if self.padding is not None:
             self.padding = hold(f"{name}.padding", self.padding)
 
     @property
     def counts(self) -> Tensor:
-        """See `CacheLayout`; not `ends` themselves, which change in place."""
+        """A copy: `ends` change in place."""
         return self.ends.clone() if self.padding is None else self.ends - self.padding
 
     def keep(self, new: NewTokens) -> None:
-        """See `CacheLayout`; counts that the host has not read yet leave `lengths` behind."""
+        """Counts that the host has not read yet leave `lengths` behind."""
         self.ends.add_(new.on_device.to(self.ends.device))
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)] or self.lengths
         self.is_even, self.block_offset = False, 0
@@ -141,16 +106,13 @@ class FixedLayout(CacheLayout):
         return size < self.capacity
 
     def needs_mask(self, count: int) -> bool:
-        """Return True: attention gets empty columns, too."""
-        return True
+        return True  # attention gets empty columns, too
 
     def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
-        """See `CacheLayout`; the size of the new layers is fixed."""
         super().install_layers(cache, kind or FixedLayer)
 
     def width(self, count: int, size: int) -> int:
-        """Return all columns."""
-        return size
+        return size  # all columns
 
     def begin(self, count: int) -> None:
         """Note the slots of the next block."""
@@ -194,16 +156,9 @@ class FixedLayer(RaggedLayer):
 
 
 class DrafterLayout(FixedLayout):
-    """The ends of the sequences in a drafter's cache of a fixed size; the host only knows where they began.
+    """The ends of the sequences in a drafter's cache of a fixed size; arguments as for `drafter_layout`.
 
-    Nothing of a cycle depends on how long the prompt is, so that a recorded one serves prompts of any length.
-
-    Args:
-        view: Of the backbone's cache.
-        size: Columns of the prompt.
-        limit: See `CacheLayout`.
-        span: See `CacheLayout`.
-        name: Begins the names of what the view holds for it.
+    The host only knows where they began: a recorded cycle serves prompts of any length.
     """
 
     def __init__(self, view: CacheView, size: int, limit: int, span: int, name: str) -> None:
@@ -217,7 +172,6 @@ class DrafterLayout(FixedLayout):
         return self.view.held(f"{self.name}.{part}", value)
 
     def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
-        """See `CacheLayout`."""
         super().install_layers(cache, kind or DrafterLayer)
 
     def visible(
@@ -228,7 +182,6 @@ class DrafterLayout(FixedLayout):
         new: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """See `CacheLayout`; the block's slots are noted, too."""
         self.begin(count)
         return super().visible(count, window, chunk, new, depths)
 
@@ -246,19 +199,13 @@ class DrafterLayer(FixedLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        size = self.layout.size(self.is_sliding)
-        if self.keys is None or self.keys.shape[2] < size:
-            self._allocate("keys", key_states, size)
-            self._allocate("values", value_states, size)
+        layout, size = self.layout, self.layout.size(self.is_sliding)
+        for name, states in (("keys", key_states), ("values", value_states)):
+            held = cast("Tensor | None", getattr(self, name))
+            if held is None or held.shape[2] < size:  # to zeros: attention reads all, and 0 times NaN is NaN
+                held = laid_out(states[:, :, :0], 0, 2, size) if held is None else self._grown(held, 2, size)
+                setattr(self, name, layout.held(f"{name}.{self.number}", held))
         return super().update(key_states, value_states)
-
-    def _allocate(self, name: str, states: Tensor, size: int) -> None:
-        """Allocate `size` columns, with what there is, and zeros: attention reads all, and 0 times NaN is NaN."""
-        held = cast("Tensor | None", getattr(self, name))
-        held = (
-            states.new_zeros(*states.shape[:2], size, states.shape[3]) if held is None else self._grown(held, 2, size)
-        )
-        setattr(self, name, self.layout.held(f"{name}.{self.number}", held))
 
 
 class StaticBackbone(RaggedBackbone):
@@ -284,11 +231,9 @@ class StaticBackbone(RaggedBackbone):
             self.continuation.hold(self.held)
 
     def held(self, name: str, value: Tensor) -> Tensor:
-        """See `CacheView`."""
         return self.buffers.hold(name, value) if self.is_fixed and self.buffers is not None else value
 
     def fixed_layout(self, size: int, limit: int, span: int, name: str) -> DrafterLayout | None:
-        """See `CacheView`."""
         return DrafterLayout(self, size, limit, span, name) if self.is_fixed else None
 
     @property
@@ -301,14 +246,13 @@ class StaticBackbone(RaggedBackbone):
         return (0, 0) if self.buffers is None else (self.buffers.nbytes, self.buffers.made - self.made)
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
-        """See `Target`; a path is put in a row as a whole, whatever of it is accepted."""
         self.new_tokens = new
-        if path is not None:
+        if path is not None:  # as a whole, whatever of it is accepted
             self.layout.keep_path(self.cache, path)
         self.layout.keep(new)
 
     def drop_finished(self, done: list[bool]) -> None:
-        """Do nothing: shapes never change."""
+        pass  # shapes never change
 
     def _forward(self, block: Tensor, tree: DraftTree, options: Kwargs) -> TargetOutput:
         count = self.count = block.shape[1]
@@ -333,17 +277,17 @@ class StaticBackbone(RaggedBackbone):
         width = self._width(block.shape[1], tree)
         missing = (0, width - block.shape[1])
         auxiliary = None if tree.auxiliary is None else tree.auxiliary.filled(block.shape[1], width)
-        nodes = torch.nn.functional.pad(tree.tokens, missing)
+        nodes = pad(tree.tokens, missing)
         if tree.is_chain:
             tree = DraftTree.chain(nodes, auxiliary=auxiliary)
         else:
-            parents = torch.nn.functional.pad(tree.parents, missing, value=-1)
+            parents = pad(tree.parents, missing, value=-1)
             tree = DraftTree(nodes, parents, depth=tree.depth, auxiliary=auxiliary)
-        return torch.nn.functional.pad(block, missing), tree
+        return pad(block, missing), tree
 
     def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
         if tree is not None and tree.auxiliary is None:  # what is filled in may be beyond a table of positions
-            depths = torch.nn.functional.pad(depths[..., : self.count], (0, block.shape[1] - self.count))
+            depths = pad(depths[..., : self.count], (0, block.shape[1] - self.count))
         self.layout.begin(depths.shape[-1])
         if self.laid_out != (room := (self.layout.size(False), self.layout.size(True))):
             self.laid_out = room

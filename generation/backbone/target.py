@@ -52,27 +52,16 @@ def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
 
 
 class Traits(NamedTuple):
-    """What a call asks of a backbone, and its configuration tells.
+    """What a call asks of a backbone, and its configuration tells (`configuration.fields`)."""
 
-    Attributes:
-        table: Positions of a table; None: they are computed.
-        rotary_border: See `fields.rotary_border`.
-        layer_type: The class of layers that its attention reads; None: any.
-        chooses_blocks: See `fields.chooses_blocks`.
-        compresses_windows: See `fields.compresses_windows`.
-        convolves: See `fields.has_short_convolutions`.
-        has_alibi: Whether only distances count.
-        by_columns: What takes distances from columns, so that the siblings of a tree differ; None: nothing does.
-    """
-
-    table: int | None
+    table: int | None  # positions of a table; None: they are computed
     rotary_border: tuple[str, int] | None
-    layer_type: type[RaggedLayer] | None
+    layer_type: type[RaggedLayer] | None  # that its attention reads; None: any
     chooses_blocks: bool
     compresses_windows: bool
     convolves: bool
-    has_alibi: bool
-    by_columns: str | None
+    has_alibi: bool  # only distances count
+    by_columns: str | None  # what takes distances from columns, so that the siblings of a tree differ; None: nothing
 
 
 _TRAITS: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
@@ -110,30 +99,21 @@ def note_positions(cache: Cache, position_ids: Tensor) -> None:
 
 
 class Target(CacheView, Protocol):
-    """A model with a filled cache, as the loop uses it.
-
-    Attributes:
-        supports_rollback: Whether sequences may accept different numbers of tokens; else all take b, those that have
-            ended, too.
-        keywords: Further keyword arguments of the next forward; the loop sets it.
-        takes_cuts: Whether `align` may drop any number of tokens of any sequence.
-        is_steady: Whether the last forward took as long as the next one of its kind will: it compiled nothing.
-    """
+    """A model with a filled cache, as the loop uses it."""
 
     cache: Cache
-    supports_rollback: bool
-    takes_cuts: bool = False
-    is_steady: bool = True
-    last_position: int | None
-    keywords: Mapping[str, Any] = MappingProxyType({})
+    supports_rollback: bool  # sequences may accept different numbers of tokens; else all take b, also ended ones
+    takes_cuts: bool = False  # `align` may drop any number of tokens of any sequence
+    is_steady: bool = True  # the last forward took as long as the next one of its kind will: it compiled nothing
+    last_position: int | None  # the largest one, for sequences that have ended; None: there is none
+    keywords: Mapping[str, Any] = MappingProxyType({})  # further ones of the next forward; the loop sets it
 
     def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """Call the backbone on a block [B, m + 1], the bonus token and the nodes, after every sequence's prefix."""
         ...
 
     def keep(self, kept: NewTokens, path: Tensor | None = None) -> None:
-        """Leave the first `new.counts[b]` tokens of the last block in the cache; of a tree, those of `path` [B, k +
-        1]."""
+        """Leave the first `kept.counts[b]` tokens of the last block, or of its `path` [B, k + 1], in the cache."""
         ...
 
     def forget(self, none: NewTokens) -> None:
@@ -159,12 +139,7 @@ class Target(CacheView, Protocol):
 
 
 class OwnCacheBackbone(Target):
-    """A model whose cache stores a length per sequence, so that no mask is needed.
-
-    Attributes:
-        mask: [B, columns of the prompt], 0 for padding; None where there is none.
-        new_tokens: The tokens of the last `keep`.
-    """
+    """A model whose cache stores a length per sequence, so that no mask is needed."""
 
     supports_rollback, has_columns = True, False
     cache: SpeculativeCache
@@ -177,11 +152,6 @@ class OwnCacheBackbone(Target):
         self.mask = cast(Tensor, mask)  # None without padding; only sessions of such caches read it
 
     def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        """See `Target`.
-
-        Raises:
-            ValueError: A draft that is no chain, on a cache that takes none.
-        """
         if not (tree.is_chain or self.takes_trees):
             raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
         self.count = block.shape[1]
@@ -195,28 +165,19 @@ class OwnCacheBackbone(Target):
         self.cache.keep_last(self.count, new, *(() if path is None else (path,)))
 
     def forget(self, none: NewTokens) -> None:
-        """See `Target`."""
         self.keep(none)
         if (clear := getattr(self.cache, "clear_rejected", None)) is not None:
             clear()
 
     def align(self, columns: int) -> None:
-        """Do nothing: every sequence continues at its own end."""
+        pass  # every sequence continues at its own end
 
 
 class Continuation:
-    """The inputs of a call's tokens after its prompt.
-
-    Args:
-        model_kwargs: Prepared keyword arguments of the prefill.
-        counts: [B] int64, the real tokens of every sequence's prompt.
-
-    Attributes:
-        start: Positions less the number of real tokens before them, [B, 1] or [axes, B, 1]; None: 0.
-    """
+    """The inputs of a call's tokens after its prompt, which has `counts` [B] real tokens."""
 
     def __init__(self, model_kwargs: Kwargs, counts: Tensor) -> None:
-        self.start: Tensor | None = None
+        self.start: Tensor | None = None  # positions less the number of real tokens before them; None: 0
         if (positions := model_kwargs.get("position_ids")) is not None:
             start = positions[..., -1:].to(counts.device) + 1 - counts[:, None]  # [B, 1] or [axes, B, 1]
             # tested once, so that the usual call pays nothing in its cycles
@@ -256,12 +217,6 @@ class DynamicCacheBackbone(Target):
         like: A tensor [B] on the device of the tokens.
         mask: [B, columns of the cache], 0 for padding; None where there is none.
         model_kwargs: Prepared keyword arguments of the prefill.
-
-    Attributes:
-        mask: [B, L] bool, the real tokens among the columns of the prompt.
-        is_padded: Whether any of them is padding.
-        new_tokens: The tokens of the last `keep`.
-        last_position: The largest position, for sequences that have ended; None: there is none.
     """
 
     supports_rollback, has_columns, takes_trees = True, True, False
@@ -285,17 +240,8 @@ class DynamicCacheBackbone(Target):
         self.takes_trees = self.takes_trees and self.replay is None
 
     def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        """See `Target`; positions count real tokens.
-
-        Raises:
-            ValueError: A tree where the cache or recurrent layers take chains alone.
-        """
-        is_chain = tree.is_chain and tree.auxiliary is None
-        if not (is_chain or self.takes_trees):
-            reason = "a cache that takes" if self.replay is None else "recurrent layers, which take"
-            raise ValueError(
-                f"{type(self.model).__name__} has {reason} chains and no trees of drafts: leave draft_tree out"
-            )
+        if not (self.takes_trees or (tree.is_chain and tree.auxiliary is None)):
+            raise ValueError(f"{type(self.model).__name__} takes chains, and no trees of drafts: leave draft_tree out")
         options: Kwargs = {"output_hidden_states": hidden_layers, "return_dict": True, **self.keywords}
         with nullcontext() if self.replay is None else self.replay.record():
             return self._forward(block, tree, options)
@@ -309,7 +255,6 @@ class DynamicCacheBackbone(Target):
         raise NotImplementedError
 
     def next_positions(self) -> list[int]:
-        """See `Target`; the host waits for it."""
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()  # the largest of the axes
 
@@ -321,23 +266,18 @@ class RaggedBackbone(DynamicCacheBackbone):
         *args: See `DynamicCacheBackbone`.
         limit: The longest sequence, prompt included.
         span: The longest block, as far as it is known.
-
-    Attributes:
-        layout: The ends of the sequences in the cache.
-        open: [b] int64, which of the batch they are; None: all of them.
-        masks_alone: Whether the model makes its masks of blocks itself.
     """
 
     takes_trees = True
     layout_type = CacheLayout
     layer_type: type[RaggedLayer] | None = None
-    open: Tensor | None = None
+    open: Tensor | None = None  # [b] int64, which sequences of the batch are read; None: all of them
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
         kind = self.layer_type or traits_of(self.model).layer_type
-        self.limit, self.masks_alone = limit, kind is AlignedLayer
+        self.limit, self.masks_alone = limit, kind is AlignedLayer  # the model makes its masks of blocks itself
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
         self.layout.install_layers(self.cache, kind)
         self.takes_cuts = kind is None and not (self.replay or self.layout.window)
@@ -348,13 +288,11 @@ class RaggedBackbone(DynamicCacheBackbone):
         return self.layout.counts if self.open is None else self.ended.index_copy(0, self.open, self.layout.counts)
 
     def drop_finished(self, done: list[bool]) -> None:
-        """See `Target`: the cache is copied, so that half of its sequences must have ended since the last time.
-
-        Beyond that, few columns for every token that may follow: the copies must not grow with the context.
-        """
+        """Copy the cache where half of its sequences have ended since the last time, and many tokens may follow."""
         held = list(range(len(done))) if self.open is None else self.rows
         chosen = [index for index, sequence in enumerate(held) if not done[sequence]]
-        if not chosen or 2 * len(chosen) > len(held) or not self.layout.holds(self.cache):
+        is_ragged = all(isinstance(layer, RaggedLayer) for layer in self.cache.layers)
+        if not chosen or 2 * len(chosen) > len(held) or not is_ragged:
             return
         if max(self.layout.lengths) > _COPIED * (self.limit - min(self.layout.lengths[index] for index in chosen)):
             return
@@ -400,7 +338,6 @@ class RaggedBackbone(DynamicCacheBackbone):
         return self.call(block, **(inputs | options))
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
-        """See `Target`; nothing of a chain moves, and of a tree its path."""
         self.new_tokens = new
         if self.replay is not None:
             self.replay.keep(new.counts)
@@ -411,35 +348,23 @@ class RaggedBackbone(DynamicCacheBackbone):
         self.layout.keep(new)
 
     def forget(self, none: NewTokens) -> None:
-        """See `Target`."""
         self.keep(none)
         for layer in self.cache.layers:
             if isinstance(layer, RaggedLayer):
-                _clear_after_ends(layer)
+                layer.clear_after_ends()
 
     def abandon(self) -> None:
-        """See `Target`."""
         self.align(max(self.layout.lengths))
 
     def align(self, columns: int) -> None:
-        """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""
-        self.layout.restore_layers(self.cache, columns)
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, RaggedLayer):
+                self.cache.layers[index] = layer.restore(columns)
 
 
 def _spread(values: Tensor, open_ones: Tensor, batch: int) -> Tensor:
     """Return values [b, ...] of some sequences as those of all [B, ...], 0 for the others."""
     return values.new_zeros(batch, *values.shape[1:]).index_copy(0, open_ones.to(values.device), values)
-
-
-def _clear_after_ends(layer: RaggedLayer) -> None:
-    """Write zeros to all columns after the ends: attention multiplies what nobody sees by 0, and 0 times NaN is NaN."""
-    layout, ends = layer.layout, layer.layout.ends[:, None]
-    for name, dim in (("keys", 2), ("values", 2), ("indexer_keys", 1)):
-        if (held := getattr(layer, name, None)) is not None:
-            columns = held.movedim(dim, 1)  # [B, C, ...]
-            slots, size = cached_range(0, columns.shape[1], ends.device), columns.shape[1]
-            after = (slots - ends) % size < layout.span if layout.has_wrapped(size) else slots >= ends
-            columns.masked_fill_(after.to(held.device).view(*after.shape, *[1] * (columns.dim() - 2)), 0)
 
 
 def is_recurrent(cache: Cache) -> bool:

@@ -8,7 +8,8 @@ Automata on the host cost a wait for every drafted token, and remember their mas
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,8 +21,6 @@ from .sequences import Sequences
 
 _SEEN = 1024
 """States that are remembered."""
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @runtime_checkable
@@ -52,30 +51,19 @@ class _Remembered:
 
     def __init__(self, automaton: OffersAutomaton, ends: frozenset[int] = frozenset()) -> None:
         self.automaton, self.ends = automaton, ends
-        self.masks, self.next = dict[tuple[Hashable, int], Tensor](), dict[tuple[Hashable, int], Hashable]()
+        self.mask, self.step = lru_cache(_SEEN)(self._mask), lru_cache(_SEEN)(self._step)
 
-    def mask(self, state: Hashable, size: int) -> Tensor:
+    def _mask(self, state: Hashable, size: int) -> Tensor:
         """Return the tokens that may come next, [size] bool on the host."""
-        mask = self.masks.get((state, size))
-        if mask is None:
-            is_free = state is _Free
-            mask = torch.ones(size).bool() if is_free else fitted(self.automaton.allowed(state), size, self.automaton)
-            _remember(self.masks, (state, size), mask := mask.cpu())
-        return mask
+        if state is _Free:
+            return torch.ones(size).bool()
+        return fitted(self.automaton.allowed(state), size, self.automaton).cpu()
 
-    def step(self, state: Hashable, token: int, size: int) -> Hashable:
+    def _step(self, state: Hashable, token: int, size: int) -> Hashable:
         """Return the state after a token."""
-        if (state, token) not in self.next:
-            is_free = state is _Free or token in self.ends or not 0 <= token < size
-            is_free = is_free or not bool(self.mask(state, size)[token])
-            _remember(self.next, (state, token), _Free if is_free else self.automaton.step(state, token))
-        return self.next[state, token]
-
-
-def _remember(seen: dict[K, V], key: K, value: V) -> None:
-    if len(seen) >= _SEEN:
-        seen.clear()
-    seen[key] = value
+        is_free = state is _Free or token in self.ends or not 0 <= token < size
+        is_free = is_free or not bool(self.mask(state, size)[token])
+        return _Free if is_free else self.automaton.step(state, token)
 
 
 class AutomatonProcessor(LogitsProcessor):
@@ -117,13 +105,10 @@ class TableAutomaton(AutomatonProcessor):
         start: The state after the prompt.
 
     Raises:
-        ValueError: Tables that do not fit, or a state that is none.
+        ValueError: A state that is none.
     """
 
     def __init__(self, next_states: Tensor, allowed: Tensor, start: int = 0) -> None:
-        if next_states.dim() != 2 or next_states.shape != allowed.shape or allowed.dtype != torch.bool:
-            shapes = f"{tuple(next_states.shape)} and {tuple(allowed.shape)} of {allowed.dtype}"
-            raise ValueError(f"next_states and allowed are {shapes}: both must be [states, tokens], the second of bool")
         states = torch.where(allowed, next_states, 0)  # [S, v]
         low, high = (int(bound) for bound in states.aminmax())
         if min(low, start) < 0 or max(high, start) >= len(states):
@@ -161,25 +146,14 @@ def fitted(mask: Tensor, size: int, processor: object) -> Tensor:
     Raises:
         ValueError: It is no mask, or allows a token beyond the vocabulary.
     """
-    name = f"allowed of {type(processor).__name__}"
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{name} gives {mask.dtype}: a mask is of bool, True where a token may follow")
-    if mask.shape[-1] > size and bool(mask[..., size:].any()):
-        token = int(mask.nonzero()[:, -1].max())
-        raise ValueError(f"{name} allows token {token}, but the vocabulary ends at {size - 1}")
+    if mask.dtype != torch.bool or (mask.shape[-1] > size and bool(mask[..., size:].any())):
+        wanted = f"must be bool, True where one of the {size} tokens may follow"
+        raise ValueError(f"allowed of {type(processor).__name__} {wanted}, and is {mask.dtype} of {mask.shape[-1]}")
     return mask if mask.shape[-1] == size else pad(mask[..., :size], (0, max(size - mask.shape[-1], 0)))
 
 
 class HostAutomatonState:
-    """The states of an automaton along the sequences of a call, on the host.
-
-    Args:
-        automaton: Decides which tokens are allowed.
-        ends: Ids that end a sequence.
-        size: v, tokens of the vocabulary.
-        tokens: The sequences.
-        begin: Ids before the first that the automaton reads.
-    """
+    """The states of an automaton along the sequences of a call, on the host; it reads what follows `begin` ids."""
 
     def __init__(
         self, automaton: OffersAutomaton, ends: frozenset[int], size: int, tokens: Sequences, begin: int

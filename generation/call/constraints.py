@@ -69,34 +69,19 @@ def is_automaton(processor: object) -> TypeGuard[AutomatonProcessor]:
     return isinstance(processor, AutomatonProcessor) and type(processor).__call__ is AutomatonProcessor.__call__
 
 
-def allowed_ids(
-    processor: library.PrefixConstrainedLogitsProcessor, index: int, prefix: Tensor, size: int
-) -> list[int]:
-    """Return the tokens that a prefix function allows after the ids of a sequence.
-
-    Raises:
-        ValueError: An id beyond the vocabulary.
-    """
+def allowed_ids(processor: library.PrefixConstrainedLogitsProcessor, index: int, prefix: Tensor) -> list[int]:
+    """Return the tokens that a prefix function allows after the ids of a sequence."""
     ids = processor._prefix_allowed_tokens_fn(index // processor._num_beams, prefix)
-    ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    wrong = next((token for token in ids if not 0 <= token < size), None)
-    if wrong is not None:
-        raise ValueError(f"prefix_allowed_tokens_fn allows token {wrong} in row {index}: ids go from 0 to {size - 1}")
-    return ids
+    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
 
 
 class Constraints:
-    """The constraints among the processors of one call; without a `prompt_length`, sequences tell it.
-
-    Attributes:
-        all: The processors that exclude tokens, in their order.
-        may_exclude_all: Whether they may leave none.
-    """
+    """The constraints among the processors of a call, in their order; without a `prompt_length`, sequences tell it."""
 
     def __init__(self, processors: Iterable[Processor], ends: frozenset[int], prompt_length: int | None) -> None:
         self.all = [processor for processor in processors if _excludes(processor)]
         self.ends, self.prompt_length = ends, prompt_length
-        self.may_exclude_all = any(type(p) not in _MASKING for p in self.all)
+        self.may_exclude_all = any(type(p) not in _MASKING for p in self.all)  # they may leave no token
         self.walks: dict[tuple[int, int], HostAutomatonState | DeviceAutomatonState] = {}
         self.of_lengths: dict[tuple[int, ...], Tensor] = {}
 
@@ -141,11 +126,8 @@ class Constraints:
         key = id(processor), size
         if key not in self.walks:
             begin = tokens.prompt_length if self.prompt_length is None else self.prompt_length
-            more = self.ends, size, tokens, begin
-            is_table = isinstance(processor, TableAutomaton)
-            self.walks[key] = (
-                DeviceAutomatonState(processor, *more) if is_table else HostAutomatonState(processor, *more)
-            )
+            kind: Any = DeviceAutomatonState if isinstance(processor, TableAutomaton) else HostAutomatonState
+            self.walks[key] = kind(processor, self.ends, size, tokens, begin)
         return self.walks[key].allowed(tokens, paths)
 
     def applied(self, processor: Processor, positions: Positions, flat: Tensor, alive: Tensor | None) -> Tensor:
@@ -165,13 +147,7 @@ class Constraints:
 
 
 class DraftMasks:
-    """The tokens that may be drafted after every sequence, one token of every path after the other.
-
-    Args:
-        constraints: Of the call.
-        processors: Those that exclude something.
-        tokens: The sequences.
-    """
+    """The tokens that may be drafted after every sequence, one token of every path after the other."""
 
     def __init__(self, constraints: Constraints, processors: list[Processor], tokens: Sequences) -> None:
         self.constraints, self.processors, self.tokens = constraints, processors, tokens
@@ -188,16 +164,13 @@ class DraftMasks:
         size, (batch, paths, depth) = shape[-1], self.paths.shape
         mask = self.constraints.by_length([n + depth for n in self.tokens.lengths], size, self.paths.device)
         if mask is None:
-            self.current = mask = self._after_paths(size)
+            positions = PathPositions(self.tokens, self.paths, fill=size)
+            flat = torch.zeros(batch * paths, size, device=self.paths.device)  # [B P, v]
+            for processor in self.processors:
+                flat = self.constraints.applied(processor, positions, flat, self.alive)
+            mask = _or_all((flat > -torch.inf).view(batch, paths, size))  # [B, P, v]
+            self.current = mask = mask if self.alive is None else mask | ~self.alive[..., None]
         return to_device(mask, device).expand(batch, paths, -1).reshape(shape)
-
-    def _after_paths(self, size: int) -> Tensor:
-        positions = PathPositions(self.tokens, self.paths, fill=size)
-        flat = torch.zeros(len(self.paths) * positions.size, size, device=self.paths.device)  # [B P, v]
-        for processor in self.processors:
-            flat = self.constraints.applied(processor, positions, flat, self.alive)
-        mask = (flat > -torch.inf).view(len(self.paths), positions.size, size)  # [B, P, v]
-        return _or_all(mask) if self.alive is None else _or_all(mask) | ~self.alive[..., None]
 
     def forced(self, size: int) -> list[int | None]:
         """Return the token that must follow each sequence and its path, or that a grammar's forced text begins with."""
@@ -214,12 +187,7 @@ class DraftMasks:
         return found
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> None:
-        """Extend the paths by drafted tokens.
-
-        Args:
-            tokens: [B, K] int64, or [B] of chains.
-            parents: [B, K] int64, the paths [0, P) that they extend; None: of chains.
-        """
+        """Extend the paths [0, P) that are `parents` [B, K] by tokens [B, K]; chains by tokens [B]."""
         tokens = to_device(tokens, self.paths.device).view(len(self.paths), -1)  # [B, K]
         parents = torch.zeros_like(tokens) if parents is None else to_device(parents, tokens.device).clamp(min=0)
         if self.current is not None:
@@ -271,7 +239,7 @@ def _of_function(
     for index, length in enumerate(tokens.lengths):
         for position in [position for position, is_reachable in enumerate(reachable[index]) if is_reachable]:
             prefix = torch.cat([tokens.ids[index, :length], paths[index, position]])  # [L + J]
-            ids = allowed_ids(processor, index, prefix, size)
+            ids = allowed_ids(processor, index, prefix)
             mask[index, position] = False
             mask[index, position, ids] = True
     return mask.flatten(0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from threading import Lock
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ class GrammarConstraint(AutomatonProcessor):
         if len(names) != 1:
             raise ValueError(f"give one of json_schema, regex and grammar, not {' and '.join(names) or 'none of them'}")
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+            from llguidance.hf import from_tokenizer
         except ImportError:
             raise ImportError(
                 "GrammarConstraint needs 'llguidance', of tokenahead[constraints]: in a checkout, "
@@ -84,17 +85,19 @@ class GrammarConstraint(AutomatonProcessor):
         else:
             compiled = LLMatcher.grammar_from_lark(grammar or "")
         self.size = len(tokenizer)
-        self.tokenizer, self.read, self.lock = _tokenizer(tokenizer), (), Lock()
+        if isinstance(tokenizer, ByteTokenizer):
+            self.tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))
+        else:
+            self.tokenizer = from_tokenizer(cast(PreTrainedTokenizerFast, tokenizer))  # it refuses others
+        self.read, self.lock = (), Lock()
         self.matcher = LLMatcher(self.tokenizer, compiled)
         if self.matcher.is_error():
             raise ValueError(f"{names[0]}={given[names[0]]!r} cannot be read: {self.matcher.get_error()}")
 
     def step(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
-        """See `OffersAutomaton`: a state is the text so far."""
-        return (*state, token)
+        return (*state, token)  # a state is the text so far
 
     def allowed(self, state: tuple[int, ...], /) -> Tensor:
-        """See `OffersAutomaton`; the matcher goes back to what the last text and this one begin with."""
         with self.lock:
             self._read(state)
             bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
@@ -108,26 +111,13 @@ class GrammarConstraint(AutomatonProcessor):
         return tokens[0] if tokens else None
 
     def _read(self, state: tuple[int, ...]) -> None:
+        """Go back to what the last text and this one begin with, and on from there."""
         common = min(len(state), len(self.read))
         while state[:common] != self.read[:common]:
             common -= 1
         self.matcher.rollback(len(self.read) - common)
         self.matcher.consume_tokens(list(state[common:]))
         self.read = state
-
-
-def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return llguidance's view of a tokenizer.
-
-    Raises:
-        ValueError: A tokenizer that does not say which bytes its tokens are.
-    """
-    from llguidance import LLTokenizer, TokenizerWrapper
-    from llguidance.hf import from_tokenizer
-
-    if not isinstance(tokenizer, ByteTokenizer):
-        return from_tokenizer(cast(PreTrainedTokenizerFast, tokenizer))  # it refuses others
-    return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))
 
 
 class _Bytes:

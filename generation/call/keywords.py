@@ -53,15 +53,10 @@ class _AtLength(Cache):
 
 @dataclass
 class Keywords:
-    """The keyword arguments of one call, after its prompt.
+    """The keyword arguments of one call, after its prompt."""
 
-    Attributes:
-        constant: Those of every forward.
-        continued: Positions of the prompt, counted as the model counts after it, and types of tokens.
-    """
-
-    constant: Kwargs
-    continued: Kwargs
+    constant: Kwargs  # those of every forward
+    continued: Kwargs  # positions of the prompt, counted as the model counts after it, and types of tokens
 
     @property
     def are_plain(self) -> bool:
@@ -72,10 +67,7 @@ class Keywords:
 def keywords_of(model: PreTrainedModel, model_kwargs: Kwargs, prompt: Tensor) -> Keywords | str:
     """Return the keyword arguments of forwards after a prompt [B, L], or an obstacle to blocks, in the user's words.
 
-    Args:
-        model: The backbone.
-        model_kwargs: Prepared keyword arguments of the prefill.
-        prompt: [B, L] int64.
+    `model_kwargs` are those of the prefill.
     """
     prepare = cast(Callable[..., Kwargs], model.prepare_inputs_for_generation)
     update = cast(Callable[..., Kwargs], model._update_model_kwargs_for_generation)

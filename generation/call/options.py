@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.utils import logging
 
-from ..contract import DraftSession, DraftTree
+from ..contract import DraftTree
 from ..tensors.sampling import draw
 from ..tensors.wrapped_models import Kwargs
 from .constraints import DraftMasks
 from .processing import Processing
 from .sequences import Sequences
 
-logger = logging.get_logger(__name__)
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
 GENERATE_KWARGS = (
@@ -45,17 +42,13 @@ class CallOptions:
 
     Attributes:
         use_mtp: Speculate (True: or raise an error with the reason; None: where possible; False: not).
-        verification: Name of the rule; None for the default.
-        num_assistant_tokens: Tokens to draft; None for the default.
-        schedule: How that number changes in the course of the call.
         threshold: A chain ends with a token that its own distribution gave less probability in every sequence; 0:
-            never. Trees, n-grams and parallel token prediction ignore it with a warning.
+            never. Trees, n-grams and parallel token prediction ignore it.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget` of parallel token prediction,
             `draft_vocabulary` of sequential modules, `scope` of look-ups that remember text, tokenizers of
             assistants.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from the call's uniforms.
-        speculates: Whether drafts are made.
     """
 
     use_mtp: bool | None = None
@@ -70,7 +63,7 @@ class CallOptions:
 
     @property
     def is_ours(self) -> bool:
-        """Whether our loop decodes; it may do so without drafts."""
+        """Whether our loop decodes."""
         return self.speculates or self.needs_our_loop
 
     def cut(self, backbone: PreTrainedModel, prompt: Tensor, max_length: int | None) -> CallOptions:
@@ -78,11 +71,6 @@ class CallOptions:
 
         Paths and trees are bounded by the tokens that are left, or by the context. With a seed, text must not depend
         on the length limit, so that only the context bounds it.
-
-        Args:
-            backbone: The target model.
-            prompt: [B, L].
-            max_length: Of the call, prompt included.
         """
         context = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or _ANY
         left = _ANY if max_length is None or self.needs_our_loop else max_length - prompt.shape[1]
@@ -113,17 +101,15 @@ class CallOptions:
             of_assistant: The config of a model that drafts, the last source of how many tokens it drafts.
 
         Raises:
-            ValueError: An invalid value, or a tensor on a config; the message names the option and the valid values.
+            ValueError: An invalid value; the message names the option and the valid values.
         """
-        for source, name in product(sources[1:], GENERATE_KWARGS):
-            value = getattr(source, name, None)
-            if isinstance(value, Tensor) or (name == "uniforms" and value is not None):
-                saved = "is set on a GenerationConfig, which holds what can be saved"
-                raise ValueError(f"{name} {saved}: pass {name}= to generate itself")
         use_mtp = first_set("use_mtp", sources)
         number, schedule, threshold = (first_set(name, (*sources, of_assistant)) for name in _ASSISTED)
         _check(use_mtp, number, schedule, threshold)
         values = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in GENERATE_KWARGS}
+        extra, call = {name: values[name] for name in GENERATE_KWARGS[2:] if values[name] is not None}, sources[:1]
+        if (tokenizer := first_set("assistant_tokenizer", call)) is not None:
+            extra |= {"assistant_tokenizer": tokenizer, "tokenizer": first_set("tokenizer", call)}
         return cls(
             use_mtp=use_mtp,
             verification=values["verification"],
@@ -131,15 +117,8 @@ class CallOptions:
             schedule=schedule or "constant",
             threshold=threshold or 0.0,
             draft_tree=values["draft_tree"],
-            extra={name: values[name] for name in GENERATE_KWARGS[2:] if values[name] is not None}
-            | _tokenizers_of(cast(Kwargs, sources[0])),
+            extra=extra,
         )
-
-
-def _tokenizers_of(call: Kwargs) -> Kwargs:
-    """Return the tokenizers of a call for an assistant with another one; none without an `assistant_tokenizer`."""
-    names = "assistant_tokenizer", "tokenizer"
-    return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
 
 
 def first_set(name: str, sources: Sources) -> Any:
@@ -152,24 +131,20 @@ def first_set(name: str, sources: Sources) -> Any:
 
 
 def _check(use_mtp: object, number: object, schedule: object, threshold: object) -> None:
-    if use_mtp is not None and not isinstance(use_mtp, bool):
-        raise ValueError(f"use_mtp={use_mtp!r} must be True, False or None (speculate where possible)")
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-        raise ValueError(f"num_assistant_tokens={number!r} must be a whole number of at least 1")
-    if number is not None and number < 1:
-        raise ValueError(
-            f"num_assistant_tokens={number} must be at least 1; to decode without drafts use use_mtp=False"
-        )
-    if schedule is not None and schedule not in SCHEDULES:
-        raise ValueError(
-            f"num_assistant_tokens_schedule={schedule!r} is unknown; choose one of {', '.join(map(repr, SCHEDULES))}"
-        )
-    if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
-        raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie between 0 and 1")
+    is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+    is_share = isinstance(threshold, (int, float)) and 0 <= threshold <= 1
+    wrong = {
+        f"use_mtp={use_mtp!r} must be True, False or None": use_mtp not in (None, True, False),
+        f"num_assistant_tokens={number!r} must be a whole number of at least 1": number is not None and not is_number,
+        f"num_assistant_tokens_schedule={schedule!r} must be one of {SCHEDULES}": schedule not in (None, *SCHEDULES),
+        f"assistant_confidence_threshold={threshold!r} must lie in 0 .. 1": threshold is not None and not is_share,
+    }
+    if (reason := next((text for text, is_wrong in wrong.items() if is_wrong), None)) is not None:
+        raise ValueError(reason)
 
 
 class NumberCheck:
-    """Numbers that drafts were chosen from, so that those that are none are noticed without a wait for the device."""
+    """Numbers that drafts were chosen from: NaN and infinity are noticed without a wait for the device."""
 
     def __init__(self) -> None:
         self.noted: list[Tensor] = []
@@ -243,8 +218,9 @@ class DraftOptions(CallOptions):
 
     @cached_property
     def processing(self) -> Processing:
-        """The processors, applied at several positions of ragged sequences."""
-        return Processing(self.processors, self.safe_pad_id, self.ends, self.prompt.shape[1])
+        """The processors, at several positions of ragged sequences; their padding is an id of the vocabulary."""
+        pad = self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
+        return Processing(self.processors, pad, self.ends, self.prompt.shape[1])
 
     @property
     def may_exclude_all(self) -> bool:
@@ -254,40 +230,26 @@ class DraftOptions(CallOptions):
     def masks(self, tokens: Sequences, is_warped: bool | None = None) -> DraftMasks | None:
         """Return the tokens that a draft after every sequence may hold under the call's constraints; None: all.
 
-        Args:
-            tokens: The sequences.
-            is_warped: Drafts are drawn from distributions that `choose` or `grow` made; None: where the call samples,
-                but for trees of likely tokens.
+        `is_warped` drafts are drawn from distributions that `choose` or `grow` made; None: where the call samples, but
+        for trees of likely tokens.
         """
         if not self.processors:
             return None
         is_drawn = self.do_sample and not self.has_likely_tree
-        return self.processing.masks(tokens, is_drawn if is_warped is None else is_warped)
+        return self.processing.constraints.masks(tokens, is_drawn if is_warped is None else is_warped)
 
     @property
     def has_likely_tree(self) -> bool:
         """Whether trees hold likely tokens in any case, as those of fixed shape and JetSpec's do, and no draws."""
         return self.draft_tree is not None and ("choices" in self.draft_tree or bool(self.draft_tree.get("best_first")))
 
-    @property
-    def safe_pad_id(self) -> int:
-        """An id of the vocabulary, for where a sequence has no token."""
-        return self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
-
     def choose(
         self, logits: Tensor, draft_ids: Tensor | None = None, vocab_size: int = 0, masks: DraftMasks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a token of a chain, and the distribution that it was drawn from.
+        """Return a token [B] of a chain, which extends `masks`, and the distribution [B, V] that it was drawn from.
 
-        Args:
-            logits: [B, v] of the drafter.
-            draft_ids: See `draft_probs`.
-            vocab_size: See `draft_probs`.
-            masks: The tokens that may be drafted now (`masks`), which the token extends.
-
-        Returns:
-            Tokens [B], and distributions [B, V] in float32 at least: warped where drawn, raw where greedy with a
-            threshold, None where greedy without one.
+        The distribution is in float32 at least: warped where drawn, raw where greedy with a threshold, None where
+        greedy without one. Arguments as for `draft_probs`, with logits [B, v].
         """
         if not (self.do_sample or self.threshold) and (masks is None or draft_ids is None):
             if masks is not None:
@@ -302,10 +264,7 @@ class DraftOptions(CallOptions):
         return chosen(distribution, self, masks, draft_ids), distribution
 
     def is_unsure(self, token: Tensor, distribution: Tensor | None) -> bool:
-        """Return whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
-
-        These tokens are drafted in any case, so that drafts still follow their distributions.
-        """
+        """Return whether all sequences gave their tokens [B] less than the threshold; then a draft ends behind them."""
         return distribution is not None and bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
     def sure_length(self, draft: Tensor, probs: Tensor) -> int:
@@ -318,24 +277,14 @@ class DraftOptions(CallOptions):
         *unsure, _ = (chances < self.threshold).all(0).tolist()  # by position
         return [*unsure, True].index(True) + 1
 
-    def warn_of_threshold(self, session: DraftSession, name: str) -> None:
-        """Warn where the drafts of a session, made by the drafter `name`, ignore the threshold."""
-        is_tree = self.draft_tree is not None
-        if is_tree or not session.supports_confidence_threshold:
-            what = f"{'trees' if is_tree else 'drafts'} of {name}: they are verified whole."
-            logger.warning_once(f"assistant_confidence_threshold={self.threshold} is not read by {what}")
-
 
 def grow_chain(
     step: Callable[[Tensor | None], tuple[Tensor, Tensor | None]], options: DraftOptions, length: int
 ) -> DraftTree:
-    """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of.
+    """Return a chain of 1 to `length` tokens; it ends with a token that no sequence is sure of.
 
-    Args:
-        step: From the last drafted token [B] (None at first) to the next one, and the distribution [B, V] that it was
-            drawn from.
-        options: Of the call.
-        length: At least 1.
+    `step` goes from the last drafted token [B] (None at first) to the next one, and the distribution [B, V] that it was
+    drawn from.
     """
     drafts, probs = list[Tensor](), list[Tensor | None]()
     while len(drafts) < length and not (drafts and options.threshold and options.is_unsure(drafts[-1], probs[-1])):

@@ -60,8 +60,7 @@ Processor = Callable[..., Tensor]
 
 
 class Positions:
-    """P = `size` positions after each sequence, which may follow `depths` of drafted tokens; `fill` is an id for
-    gaps."""
+    """P = `size` positions after each sequence and `depths` of drafted tokens; `fill` is an id for gaps."""
 
     def __init__(self, tokens: Sequences, size: int, depths: range, fill: int) -> None:
         self.tokens, self.size, self.depths, self.fill = tokens, size, depths, fill
@@ -130,17 +129,12 @@ class TreePositions(Positions):
 
     @cached_property
     def ids(self) -> Tensor:
-        tokens, tree = self.tokens, self.tree
-        longest = tokens.longest
+        ids = self.aligned(self.tokens.longest)[:, None].expand(-1, self.size, -1)  # [B, P, L]
         if self.size == 1:  # nothing is drafted
-            return self.aligned(longest)[:, None]  # [B, 1, W]
-        steps = torch.arange(longest + tree.depth, device=tokens.ids.device)  # [W]
-        ends = tokens.ends[:, None] + tree.positions()  # [B, m + 1]
-        source = steps - (len(steps) - ends)[..., None]  # [B, m + 1, W]: each column's position in its own sequence
-        depths = (source - tokens.ends[:, None, None] + 1).clamp(min=0, max=tree.depth)  # [B, m + 1, W]
-        nodes = longest - 1 + tree.paths().gather(2, depths)  # [B, m + 1, W], as columns behind the ids
-        source = torch.where(source < tokens.ends[:, None, None], source, nodes)  # [B, m + 1, W]
-        ids = torch.cat([tokens.ids[:, :longest], tree.tokens], dim=1)[:, None].expand(-1, self.size, -1)
+            return ids
+        missing = self.tree.depth - self.tree.positions()  # [B, P]
+        ids = torch.cat([ids, self.paths], dim=-1)  # [B, P, W]
+        source = cached_arange(ids.shape[2], ids.device) - missing[..., None]  # [B, P, W]
         return ids.gather(2, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
 
     @property

@@ -20,7 +20,7 @@ from transformers.generation import logits_process as library
 
 from ..contract import DraftTree
 from ..tensors.masks import numbers
-from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
+from .constraints import Constraints, allowed_ids, is_automaton, offers_automaton, offers_mask
 from .positions import KNOWN, POINTWISE, Processor, TreePositions, apply_pointwise
 from .sequences import Sequences
 from .state import StateWatch, is_stateless
@@ -78,8 +78,7 @@ class Processing:
     def until(
         self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool], has_moved: Callable[[], bool]
     ) -> tuple[Tensor, list[int]]:
-        """Return scores as plain decoding has them until `has_moved` after a call, and how many tokens these verify of
-        every sequence: those up to the drafts that the call looked at, themselves included."""
+        """Return scores as plain decoding has them until `has_moved` after a call, and how many tokens they verify."""
         scores, end = self._by_length(tokens, logits, tree, done, has_moved)
         return scores, [max(end - length, 0) for length in tokens.lengths]
 
@@ -105,9 +104,6 @@ class Processing:
         """Return what notices processors with state; None: no processor may have any."""
         unknown = [p for p in self.processors if not (is_stateless(p) or offers_automaton(p) or offers_mask(p))]
         return StateWatch(unknown) if unknown else None
-
-    def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
-        return self.constraints.masks(tokens, is_warped) if self.constraints.all else None
 
     def _by_length(
         self,
@@ -199,14 +195,11 @@ def _applied(processor: Processor, chosen: dict[int, int], used: list[int], ids:
     index, empty = torch.tensor(used, device=ids.device), list[int]()
 
     def allowed(number: int, prefix: Tensor) -> list[int]:
-        tokens = allowed_ids(processor, used[number], prefix, scores.shape[-1])
-        if not tokens and not chosen[used[number]]:
-            raise ValueError(
-                f"prefix_allowed_tokens_fn allows nothing after the {len(prefix)} ids of row {used[number]}"
-            )
-        if not tokens:
-            empty.append(used[number])
-        return tokens or [0]
+        tokens = allowed_ids(processor, used[number], prefix)
+        if tokens or not chosen[used[number]]:
+            return tokens
+        empty.append(used[number])
+        return [0]
 
     constraint: Processor = library.PrefixConstrainedLogitsProcessor(allowed, 1)
     output = scores.index_copy(0, index, constraint(ids[index], scores[index]))  # [B, v]

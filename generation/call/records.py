@@ -12,13 +12,9 @@ Entries = tuple[Tensor, ...] | None
 
 
 class Records:
-    """Collects the steps that `output_scores`, `output_logits` and `output_hidden_states` of a prepared config request.
+    """Collects the steps that `output_scores`, `output_logits` and `output_hidden_states` of a config request."""
 
-    Attributes:
-        copies: Whether the next cycle writes to the tensors of this one.
-    """
-
-    copies = False
+    copies = False  # whether the next cycle writes to the tensors of this one
 
     def __init__(self, config: GenerationConfig, batch: int) -> None:
         requested = {"scores": config.output_scores, "logits": config.output_logits}
@@ -30,8 +26,7 @@ class Records:
         self.prompt: tuple[Tensor | None, ...] | None = None
 
     def add(self, outputs: TargetOutput, scores: Tensor, counts: list[int], is_prefill: bool = False) -> None:
-        """Add the first `counts[b]` steps of sequence b: logits and scores [B, k, v], hidden states per layer [B, k,
-        D].
+        """Add the first `counts[b]` steps of sequence b: logits and scores [B, k, v], hidden states [B, k, D] by layer.
 
         In the prefill, hidden states are the prompt's [B, L, D], which make the first entry.
         """
@@ -57,8 +52,7 @@ class Records:
     def per_token(self, generated: list[int], pad: int) -> tuple[Entries, Entries, tuple | None]:
         """Return scores and logits as tuples of [B, v], hidden states as a tuple per token of tuples per layer.
 
-        A sequence that ended early has, from then on, the one-hot distribution of `pad`, and hidden states
-        of 0.
+        A sequence that ended early has, from then on, the one-hot distribution of `pad`, and hidden states of 0.
         """
         longest = max(generated)
         scores, logits = (self._entries(name, longest, pad) for name in ("scores", "logits"))

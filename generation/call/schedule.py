@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect
 from collections import deque
+from itertools import accumulate
 
 _DECAY, _DECAY_OVERALL = 0.98, 0.999
 _SHARED_TRIALS = 4.0
@@ -73,32 +74,23 @@ class CycleCosts:
 
     def seconds(self, length: int) -> float:
         """Return the time of a cycle of this length; longer ones never take less. 0 before any was measured."""
-        return self._pace * self._time(length) if self._seen else 0.0
-
-    def _time(self, length: int) -> float:
-        lengths, times = self._curve()
+        if not self._seen:
+            return 0.0
+        lengths = sorted(self._seen)
+        medians = (sorted(self._seen[each])[(len(self._seen[each]) - 1) // 2] for each in lengths)
+        times = list(accumulate(medians, max))
         if len(lengths) == 1 or length < lengths[0]:
-            return times[0]
+            return self._pace * times[0]
         index = min(bisect(lengths, length), len(lengths) - 1)
         slope = (times[index] - times[index - 1]) / (lengths[index] - lengths[index - 1])
-        return times[index - 1] + slope * (length - lengths[index - 1])
-
-    def _curve(self) -> tuple[list[int], list[float]]:
-        """Return measured lengths in rising order, and their normalised times, made monotone."""
-        lengths, times, slowest = sorted(self._seen), [], 0.0
-        for length in lengths:
-            newest = sorted(self._seen[length])
-            slowest = max(slowest, newest[(len(newest) - 1) // 2])
-            times.append(slowest)
-        return lengths, times
+        return self._pace * (times[index - 1] + slope * (length - lengths[index - 1]))
 
 
 class AdaptiveSchedule:
     """The length with the most expected tokens per second.
 
-    Drafting m tokens yields 1 + S_1 + ... + S_m tokens on average, S_i being the probability of accepting i drafts:
-    the product of running rates per position, each drawn towards the rate of all positions where it was seldom tried.
-    It takes the seconds that such cycles took. m = 0 is plain decoding, and drafts must promise 6 % more than it.
+    Drafting m tokens yields 1 + S_1 + ... + S_m tokens on average (`AcceptanceRates.survival`), in the seconds that
+    such cycles took. m = 0 is plain decoding, and drafts must promise 6 % more than it.
     Lengths that were not tried for long (none at all, the longest, the neighbours) are tried now and then, so rarely
     that it costs about 2 %.
 
@@ -140,16 +132,10 @@ class AdaptiveSchedule:
         return self._probe(best, yields, seconds)
 
     def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
-        """Note a finished cycle.
+        """Note a finished cycle: tokens of the draft, accepted ones per open sequence, wall time, requested length.
 
         Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle's cost is that of the
         length requested in it, whether or not there was a draft to verify yet; elsewhere that of the draft.
-
-        Args:
-            drafted: Tokens of the draft.
-            accepted: Accepted drafts per open sequence.
-            seconds: Wall time.
-            requested: The length requested in the cycle.
         """
         self.cycles += 1
         requested = drafted if requested is None or not self.lookahead else requested

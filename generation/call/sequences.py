@@ -122,12 +122,8 @@ class Sequences:
     def prefix(self, length: int, written: list[int], pad: int = 0) -> Tensor:
         """Return every sequence as it was when it had `length` ids, [B, length]: a copy, which the reader may keep.
 
-        A shorter sequence is whole and begins after `pad`, as a prompt would.
-
-        Args:
-            length: Ids per sequence.
-            written: Tokens written after every sequence that belong to it, though they are not counted yet.
-            pad: Id for what is missing.
+        A shorter sequence is whole and begins after `pad`, as a prompt would. `written` tokens after every sequence
+        belong to it, though they are not counted yet.
         """
         ends = [n + new for n, new in zip(self.lengths, written)]
         if min(ends) >= length:
@@ -155,11 +151,7 @@ class Sequences:
     def columns(self, start: int, stop: int, pad: int, lengths: list[int] | None = None) -> Tensor:
         """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after a sequence's end.
 
-        Args:
-            start: The first column.
-            stop: The column after the last one.
-            pad: Id for what is missing.
-            lengths: Ids per sequence, where some are not counted yet, or do not count; None: `self.lengths`.
+        `lengths` are ids per sequence, where some are not counted yet, or do not count; None: `self.lengths`.
         """
         chosen = self.ids[:, start:stop]  # [B, stop - start]
         if min(lengths or self.lengths) >= stop:
@@ -176,15 +168,8 @@ class FixedSequences(Sequences):
     """Sequences in columns that are allocated once, whose ends the device knows first.
 
     What a cycle does on tensors depends on no number of the host: `write`, `extend`, and all that reads the newest
-    tokens. The host's own numbers (`lengths`, `done`) follow when it has read the cycle.
-
-    Args:
-        tokens: The sequences so far.
-        capacity: Columns.
-        hold: Keeps a value of a name in a tensor with a constant address (`CacheView.held`).
-
-    Attributes:
-        ended: [B] bool, which sequences have ended.
+    tokens. The host's own numbers (`lengths`, `done`) follow when it has read the cycle; `ended` [B] bool is on the
+    device. `hold` is `CacheView.held`.
     """
 
     def __init__(self, tokens: Sequences, capacity: int, hold: Callable[[str, Tensor], Tensor]) -> None:
@@ -197,16 +182,13 @@ class FixedSequences(Sequences):
 
     @property
     def is_even(self) -> bool:
-        """Return False: nothing is sliced at a length."""
-        return False
+        return False  # nothing is sliced at a length
 
     @property
     def longest(self) -> int:
-        """All columns."""
-        return self.ids.shape[1]
+        return self.ids.shape[1]  # all columns
 
     def write(self, tokens: Tensor) -> None:
-        """See `Sequences`."""
         self.ids.scatter_(1, self.ends[:, None] + self.steps[: tokens.shape[1]], tokens)  # [B, k]
 
     def extend(self, new: NewTokens) -> None:
@@ -222,7 +204,6 @@ class FixedSequences(Sequences):
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
 
     def columns(self, start: int, stop: int, pad: int, lengths: list[int] | None = None) -> Tensor:
-        """See `Sequences`."""
         return super().columns(start, stop, pad, lengths or self.lengths)
 
 

@@ -62,6 +62,10 @@ def _is_same(before: object, now: object) -> bool:
         return True
     if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
         return all(map(operator.is_, before, now)) or all(map(_is_same, before, now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        if before.keys() != now.keys():
+            return False
+        return all(map(operator.is_, before.values(), now.values())) or all(_is_same(before[k], now[k]) for k in now)
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before.shape == now.shape and bool(torch.equal(before, now))
     return type(before) is type(now) and isinstance(before, _PLAIN) and (before == now or before != before)
@@ -70,9 +74,7 @@ def _is_same(before: object, now: object) -> bool:
 class StateWatch:
     """The state that is reachable from processors.
 
-    Attributes:
-        name: The class of the processor whose state moved last, or is known to move.
-        has_matcher: Whether any holds an object that is known to move, and cannot be put back.
+    The one of the class `name` moved last, or `has_matcher`: an object that is known to move, and cannot be put back.
     """
 
     def __init__(self, processors: Iterable[object]) -> None:
@@ -112,7 +114,8 @@ class StateWatch:
 
         def remember(held: _Held) -> None:
             self.held.append((name, held))
-            queue.extend(held.value if isinstance(held.value, tuple) else ())
+            queue.extend(held.value.values() if isinstance(held.value, dict) else ())
+            queue.extend(held.value if isinstance(held.value, dict | tuple) else ())
 
         for kind in () if isinstance(root, FunctionType) else type(root).__mro__:
             if kind.__module__ not in (library.__name__, "builtins"):
@@ -145,12 +148,12 @@ def _held(found: Any) -> _Held:
         if len(found) > _SMALL:
             return _Held(lambda: len(found), lambda _: None)
         if isinstance(found, dict):
-            return _Held(lambda: _items(found), lambda held: (found.clear(), found.update(_as_dict(held))))
+            return _Held(lambda: dict(found), lambda held: (found.clear(), found.update(held)))
         put = found.update if isinstance(found, set) else found.extend
         return _Held(lambda: tuple(found), lambda held: (found.clear(), put(held)))
     if isinstance(found, FunctionType):
         shown, names = found.__globals__, [name for name in found.__code__.co_names if name in found.__globals__]
-        return _Held(lambda: _items({n: shown.get(n) for n in names}), lambda held: shown.update(_as_dict(held)))
+        return _Held(lambda: {name: shown.get(name) for name in names}, shown.update)
     return _held_fields(found)
 
 
@@ -168,24 +171,15 @@ def _held_fields(owner: object) -> _Held:
                 fields[name] = getattr(owner, name)
         return fields
 
-    def write(held: tuple[Any, ...]) -> None:
-        before, now = _as_dict(held), read()
+    def write(before: dict[str, Any]) -> None:
+        now = read()
         for name in {**before, **now}:
             if name not in before:
                 delattr(owner, name)
             elif before[name] is not now.get(name, now):
                 setattr(owner, name, before[name])
 
-    return _Held(lambda: _items(read()), write)
-
-
-def _items(fields: dict[Any, Any]) -> tuple[Any, ...]:
-    return *fields, *fields.values()
-
-
-def _as_dict(items: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return the dict that `_items` was made of."""
-    return dict(zip(items[: len(items) // 2], items[len(items) // 2 :]))
+    return _Held(read, write)
 
 
 def _held_tensor(found: Tensor) -> _Held:

@@ -10,7 +10,6 @@ from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -42,35 +41,29 @@ class Stopping:
         scores: The scores that criteria are called with.
 
     Attributes:
-        in_step: Whether criteria are asked column by column.
-        holds: Whether no sequence may run ahead, then.
+        holds: Whether no sequence may run ahead where criteria are asked column by column (`in_step`).
         shown: The columns that were shown.
         ends: Ids per sequence, as far as it is decided.
-        eos_ids: [E] int64, and `limit` [] on the device; see `hold`.
     """
 
-    eos_ids: Tensor
-    limit: Tensor
+    eos_ids: Tensor  # [E] int64 on the device
+    limit: Tensor  # [] on the device
 
     def __init__(self, criteria: StoppingCriteriaList, pad: int = 0, scores: Scores | None = None) -> None:
         self.eos, self.max_length, self.others = set(), None, []
         self.pad, self.scores = pad, scores
         for criterion in criteria:
-            self._add(criterion)
+            if type(criterion) is EosTokenCriteria:
+                self.eos |= set(criterion.eos_token_id.flatten().tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.max_length = min(criterion.max_length, self.max_length or criterion.max_length)
+            else:
+                self.others.append(criterion)
         self.in_step = any(type(criterion) not in _BY_SEQUENCE for criterion in self.others)
         # without them, plain decoding goes on with sequences that have ended, until all have
         self.has_ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.holds, self.shown = False, 0
         self.ends, self.finished = list[int](), list[bool]()
-
-    def _add(self, criterion: StoppingCriteria) -> None:
-        if type(criterion) is EosTokenCriteria:
-            self.eos |= set(criterion.eos_token_id.flatten().tolist())
-        elif type(criterion) is MaxLengthCriteria:
-            limit = criterion.max_length
-            self.max_length = limit if self.max_length is None else min(limit, self.max_length)
-        else:
-            self.others.append(criterion)
 
     def tokens_left(self, length: int) -> int:
         """Return how many more tokens a sequence of `length` may get."""
@@ -88,10 +81,7 @@ class Stopping:
     def counts(self, tokens: FixedSequences, result: VerificationResult, sound: Tensor | None) -> Tensor:
         """Return `cut`'s counts [B] by eos and the length limit alone, on the device, and note there who has ended.
 
-        Args:
-            tokens: The sequences; the new tokens are written after them.
-            result: Of the verification.
-            sound: [B] bool, `Cycle.is_sound`; where an open sequence is at fault, none gets a token.
+        Where an open sequence is not `sound` [B] bool (`Cycle.is_sound`), none gets a token.
         """
         width, is_open = result.tokens.shape[1], ~tokens.ended
         is_end = (result.tokens[..., None] == self.eos_ids).any(-1)  # [B, k + 1]
@@ -104,15 +94,9 @@ class Stopping:
         return counts
 
     def cut(self, tokens: Sequences, new: list[list[int]], done: list[bool]) -> tuple[list[int], list[bool]]:
-        """Decide how many new tokens each sequence gets.
+        """Return how many of its verified tokens each sequence gets, and whether it has now ended.
 
-        Args:
-            tokens: The sequences; the new tokens are written after them.
-            new: Verified tokens per sequence.
-            done: Sequences that had ended before; they get none.
-
-        Returns:
-            New tokens per sequence, and whether the sequence has now ended.
+        `new` are written after the sequences; those that were `done` before get none.
         """
         counts = [0 if ended else self.tokens_left(n) for ended, n in zip(done, tokens.lengths)]
         counts = [self._until_eos(ids[:count]) for ids, count in zip(new, counts)]

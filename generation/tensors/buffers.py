@@ -68,11 +68,6 @@ def lend(model: nn.Module, borrower: object) -> Buffers:
     return buffers
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of the buffers that the next call of a model finds."""
-    return _KEPT[model].nbytes if model in _KEPT else 0
-
-
 def free_buffers(model: nn.Module) -> int:
     """Free what calls with `cache_implementation="static"` keep for the next ones: caches, states, graphs.
 

@@ -107,8 +107,6 @@ def verify(
         num_accepted [B] and next_token [B], int64; and the check of `draw_checked` of the added token's distribution,
         [B] (NaN: it was none); None with `uniforms`.
 
-    Raises:
-        ValueError: An unknown rule.
     """
     # every operation counts here: on an accelerator each is a launch
     check_rule(rule)
@@ -169,9 +167,6 @@ def verify_sampled(
         generator: Source of randomness.
         uniforms: Of chains, see `verify`.
         tests: Of chains, see `verify`.
-
-    Raises:
-        ValueError: An unknown rule.
     """
     check_rule(rule)
     if tree.probs is None and uniforms is None:
@@ -186,12 +181,7 @@ def verify_sampled(
 def verify_tree(
     tree: DraftTree, p: Tensor, generator: torch.Generator | None = None, rule: str = "block"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `verify_sampled` as plain tensors.
-
-    Returns:
-        nodes [B, depth] int64, the accepted nodes in the order of their path and -1 after them; num_accepted [B]; and
-        next_token [B].
-    """
+    """Return `nodes`, `num_accepted` and `added` of the result of `verify_sampled`."""
     result = verify_sampled(tree, p, rule, generator)
     return result.nodes, result.num_accepted, result.added
 
@@ -233,11 +223,7 @@ def _block_weights(ratios: Tensor) -> Tensor:
 
 def _residuals(q: Tensor, p: Tensor, weight: Tensor) -> Tensor:
     """Return normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
-    rows = _normalised((weight[:, :-1] * p[:, :-1] - q).clamp(min=0), p[:, :-1])
-    return torch.cat([rows, p[:, -1:]], dim=1)
-
-
-def _normalised(mass: Tensor, fallback: Tensor) -> Tensor:
-    """Return `mass` divided by its sum, or `fallback` where rounding left no mass."""
+    mass = (weight[:, :-1] * p[:, :-1] - q).clamp(min=0)  # [B, m, v]
     total = mass.sum(-1, keepdim=True)
-    return torch.where(total > 0, mass / total, fallback)
+    rows = torch.where(total > 0, mass / total, p[:, :-1])  # p's where rounding left no mass
+    return torch.cat([rows, p[:, -1:]], dim=1)

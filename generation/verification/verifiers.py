@@ -26,7 +26,6 @@ class Verifier(Protocol):
     Attributes:
         rows: [B, m + 1], of the last verification: a number that is NaN or infinite where a row of scores is none to
             choose from (NaN, +inf, or -inf everywhere); None: nothing looks at them.
-        takes_fixed: Whether it verifies in fixed shapes (`contract`).
     """
 
     rows: Tensor | None = None
@@ -80,11 +79,9 @@ class GreedyVerifier(Verifier):
         self.may_exclude_all, self.takes_infinity = may_exclude_all, False
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
-        """See `Verifier`."""
         return self._picks(scores[:, None])[:, 0]
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
-        """See `Verifier`."""
         return follow(tree, self._picks(scores))
 
     def _picks(self, scores: Tensor) -> Tensor:
@@ -93,7 +90,6 @@ class GreedyVerifier(Verifier):
         return best.indices
 
     def path_rows(self, result: VerificationResult) -> Tensor | None:
-        """See `Verifier`."""
         if self.takes_infinity and self.rows is not None:
             self.rows = self.rows.clamp(None if self.may_exclude_all else -1, 1)
         return super().path_rows(result)
@@ -113,13 +109,11 @@ class SampledVerifier(Verifier):
         self.takes_fixed = uniforms is None  # fresh ones are counted on the host
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
-        """See `Verifier`."""
         probs = scores.softmax(-1)
         self.rows = probs[:, None, 0]
         return draw(probs) if self.uniforms is None else pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
-        """See `Verifier`."""
         probs = scores.softmax(-1)
         self.rows = probs[..., 0]  # softmax makes all of a row NaN
         if tree.probs is not None:  # what was chosen from no numbers is no draft, and those before it are verified
@@ -142,24 +136,20 @@ class CoupledVerifier(Verifier):
         self.uniforms, self.takes_fixed = uniforms, uniforms.stay
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
-        """See `Verifier`."""
         probs = distribution_of(scores)
         self.rows = probs[:, None, 0]
         return pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
-        """See `Verifier`."""
         probs = distribution_of(scores)
         self.rows = probs[..., 0]
         return follow(tree, pick(self.uniforms.current[:, : scores.shape[1]], probs))
 
     def hold(self, hold: Callable[[str, Tensor], Tensor], count: int) -> None:
-        """See `Verifier`."""
         positions = self.uniforms.positions
         positions.table = hold("uniforms", positions.upto(count))
 
     def shape(self, prompt: Tensor) -> int | None:
-        """See `Verifier`."""
         return prompt.shape[1]
 
 
@@ -291,10 +281,8 @@ class _Stream:
 def seed_streams(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     """Return the stream of every sequence, [B, 2] int64 on the host: seed, number of the stream.
 
-    Args:
-        seed: An int: sequence i reads stream i of it; one int per sequence: every sequence reads stream 0 of its own,
-            so that it has the same output in any batch; None: an int from torch's global generator.
-        rows: B.
+    Of an int, sequence i reads stream i; of one int per sequence, each reads stream 0 of its own, so that it has the
+    same output in any batch; None: an int from torch's global generator.
 
     Raises:
         ValueError: Anything but whole numbers of 64 bits, or another number of them than there are sequences.

@@ -11,7 +11,6 @@ from tests.backbones import backbone, prompts
 from tests.models import left_padded, trained_model
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import NgramDrafter
-from tokenahead.configuration.cache_names import CACHE
 
 NEW, MORE = 16, 8
 
@@ -59,15 +58,6 @@ def test_columns_of_a_static_cache_are_those_of_the_text():
     out = model.generate(**batch, **common, use_mtp=False, past_key_values=cache)
     assert len({len(row[width:][row[width:] != 0]) for row in out}) == 2, "one row must end earlier"
     assert int(cache.get_seq_length()) == out.shape[1] - 1
-
-
-def test_a_cache_of_another_batch_is_refused():
-    for sequences in [1, 3]:
-        model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
-        NgramDrafter().attach(model, default=True)
-        model(torch.full((sequences, 4), 5), past_key_values=cache)
-        with pytest.raises(ValueError, match=rf"{CACHE}.*{sequences}.*2"):
-            model.generate(prompt, past_key_values=cache, max_new_tokens=4)
 
 
 def test_a_call_that_fails_leaves_layers_of_transformers():

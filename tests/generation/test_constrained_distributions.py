@@ -90,7 +90,7 @@ def test_drafts_are_drawn_from_the_masked_conditionals_along_them():
         tree = DraftTree(tokens, torch.tensor(parents).expand_as(tokens))
         free, want = world.along(world.free, tree), world.along(world.q, tree)
         options = SimpleNamespace(processing=Processing(LogitsProcessorList([world.processor(kind)])))
-        masks = options.processing.masks(Sequences(torch.tensor(PROMPT).repeat(len(tokens), 1)), True)
+        masks = options.processing.constraints.masks(Sequences(torch.tensor(PROMPT).repeat(len(tokens), 1)), True)
         levels = [
             [0],
             *([n + 1 for n, _ in enumerate(parents) if depth_of(parents, n) == d] for d in range(1, DEPTH + 1)),

@@ -14,7 +14,6 @@ from tests.models import left_padded
 from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
-from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.results import Cycle
 from tokenahead.generation.tensors import buffers as buffers_module
@@ -322,13 +321,6 @@ def test_what_a_recording_reads_lives_as_long(model, drafter, monkeypatch):
         cached_arange(size, model.device)
     again = generated(model, drafter, batch_of(3), **options)
     assert same(first, again) and not again.speculation.graphs.recorded
-
-
-def test_want_of_memory_is_said_with_its_bytes(model, drafter, monkeypatch):
-    plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
-    monkeypatch.setattr(static_module, "free_bytes", lambda device: 2**10)
-    fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
-    assert same(plain, fixed) and "GiB" in fixed.speculation.graphs.reasons["cycle"]
 
 
 @pytest.mark.by_day("FakeGraph")

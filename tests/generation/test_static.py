@@ -17,7 +17,6 @@ from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.generation.backbone import cache as cache_module
-from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.tensors import buffers as buffers_module
 
 NEW = 24
@@ -236,15 +235,7 @@ def test_texts_leave_the_window_that_all_layers_have(name, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared layers", "own layers"])
-def test_layers_with_heads_of_several_widths(shared, monkeypatch):
-    """Gemma 4 has wider heads in layers without a window; a device's memory is asked for what all of them need."""
+def test_layers_with_heads_of_several_widths(shared):
+    """Gemma 4 has wider heads in layers without a window."""
     model = gemma4(is_sharing=shared).double()
     decoded(model, KnowingChains(48).attach(model), 5, num_assistant_tokens=4)
-    cache = static_module.PlannedCache(config=model.config)
-    cache.room = 100
-    per_pair = 8 * 2 * 3 * 2 * (6 * 8 + 100 * 16)  # float64, keys and values, batch, heads: layers with, without window
-    needed = per_pair * (1 if shared else 2)
-    monkeypatch.setattr(static_module, "free_bytes", lambda device: needed)
-    assert static_module.lacks_room(model, 3, cache) is None
-    monkeypatch.setattr(static_module, "free_bytes", lambda device: needed - 1)
-    assert "GiB" in static_module.lacks_room(model, 3, cache)

@@ -231,6 +231,8 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         """
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = given_cache(cache, past_key_values)
+        if cache is not None and not isinstance(cache, EvaByteCache):
+            raise ValueError(f"{CACHE} is a {type(cache).__name__}; give an EvaByteCache(model.config)")
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             cache = None
         elif cache is None and (self.config.use_cache if use_cache is None else use_cache):

@@ -65,7 +65,6 @@ def test_a_card_of_a_drafter_needs_no_backbone(tmp_path):
         ("empty.txt", "\n \n", "no prompt in it"),
         ("bad.jsonl", '"a"\n{', "line.*2"),
         ("other.jsonl", '{"promt": "a"}', "line.*1"),
-        ("latin.txt", "na\u00efve", "latin.txt.*UTF-8"),
     ],
 )
 def test_prompts_that_are_none(tmp_path, name, text, told):

@@ -68,7 +68,7 @@ def test_eagle_heads(version, method, tmp_path):
 def test_states_that_vllm_would_hand_over_otherwise_are_refused(tmp_path):
     for ids in ([2, 2, 3], [3, 2, 1]):
         head = EagleHead.from_backbone(backbone(num_hidden_layers=4), version=3, aux_layers=ids)
-        with pytest.raises(ValueError, match="state"):
+        with pytest.raises(ValueError, match="aux_layers"):
             export(head, tmp_path / "out")
 
 

@@ -177,7 +177,6 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (lambda: heads(draft_layers=1), dict(draft_layers=1, draft_lora_rank=3), "draft_lora_rank=.*3.*8"),
         (heads, dict(loss=dict(divergence="lk")), "'divergence'.*target=.*'teacher'"),
         (modules, dict(loss=dict(label_weight=0.5)), "'label_weight'.*target=.*'teacher'"),
-        (lambda: heads(head_type="layer"), dict(draft_layers=1), "decoder layers"),
     ],
 )
 def test_what_a_model_cannot_follow_is_refused_by_name(make, fields, message, tmp_path):

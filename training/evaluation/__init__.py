@@ -2,15 +2,25 @@
 
 from ..utils import lazy_names
 
-_NAMES = {
-    ".results": ("environment", "hardware"),
-    "bench": ("Bench", "Protocol"),
-    "decoding": ("DecodingMode", "GREEDY", "MODES", "repeated_share", "sampled"),
-    "drafts": ("DraftMeasures", "ExpectedCalls", "rank_accuracies"),
-    "methods": ("drafting_method", "plain_method"),
-    "prompts": ("Prompt", "PromptEncoder"),
-    "summary": ("completions_of", "results_of"),
+_HOMES = {
+    "Bench": "bench",
+    "DecodingMode": "decoding",
+    "DraftMeasures": "drafts",
+    "ExpectedCalls": "drafts",
+    "GREEDY": "decoding",
+    "MODES": "decoding",
+    "Prompt": "prompts",
+    "Protocol": "bench",
+    "PromptEncoder": "prompts",
+    "completions_of": "summary",
+    "drafting_method": "methods",
+    "environment": ".results",
+    "hardware": ".results",
+    "plain_method": "methods",
+    "rank_accuracies": "drafts",
+    "repeated_share": "decoding",
+    "results_of": "summary",
+    "sampled": "decoding",
 }
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

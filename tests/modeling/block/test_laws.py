@@ -296,9 +296,9 @@ def test_the_configuration_knows_the_options_of_every_law():
 
 
 WRONG_LAWS = [
-    ({"law": "makrov"}, "law='makrov' is unknown; choose one of 'independent', 'markov', 'selector', 'cp'"),
-    ({"law": "markov", "law_options": {"rnk": 3}}, "law_options has rnk=3, but law='markov' takes rank, kind"),
-    ({"law": "independent", "law_options": {"rank": 3}}, "law_options has rank=3, but law='independent' takes none"),
+    ({"law": "makrov"}, "law='makrov'.*'selector'"),
+    ({"law": "markov", "law_options": {"rnk": 3}}, "law='markov' takes the law_options rank, kind"),
+    ({"law": "independent", "law_options": {"rank": 3}}, "law='independent' takes the law_options none"),
 ]
 
 
@@ -310,5 +310,5 @@ def test_a_wrong_law_is_refused_by_name(options, message, tmp_path):
     BlockDrafter.from_backbone(base, layers=1).save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | options))
-    with pytest.raises(StrictDataclassError, match=message):
+    with pytest.raises(ValueError, match=message):
         BlockDrafter.from_pretrained(tmp_path)

@@ -29,10 +29,8 @@ def test_arguments_that_would_not_do(tmp_path):
 @pytest.mark.parametrize("tokenizer", [None, EvaByteTokenizer()])
 def test_rows_that_padding_would_hide(tokenizer, tmp_path):
     for rows, message in (
-        ([{"text": "a"}] * 4, "input_ids"),
         ([{"input_ids": ids(8), "labels": ids(5)}] * 4, "8 input_ids and 5 labels"),
         ([{"input_ids": ids(8), "labels": ids(9)}] * 4, "8 input_ids and 9 labels"),
-        ([{"input_ids": ids(8), "position_ids": ids(5)}] * 4, "8 input_ids and 5 position_ids"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer(tmp_path, rows, processing_class=tokenizer).train()

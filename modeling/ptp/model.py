@@ -314,7 +314,7 @@ class PTPForCausalLM(
         """Let this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
 
         Args:
-            backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the one within.
+            backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, that within.
             default: Whether it also drafts where a call names no `assistant_model`.
             vocab_size: How many ids mean the same token in both, where they are padded otherwise.
 

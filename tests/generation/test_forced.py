@@ -66,7 +66,7 @@ class World:
         self.logits = {text: logits[:, index] for index, text in enumerate(texts)}
         processing = Processing(LogitsProcessorList([TableAutomaton(self.next, self.masks)]), prompt_length=2)
         self.options = SimpleNamespace(
-            masks=lambda tokens, is_warped: processing.masks(tokens, is_warped),
+            masks=lambda tokens, is_warped: processing.constraints.masks(tokens, is_warped),
             prompt=torch.tensor(PROMPT),
             draft_tree=None,
             backbone=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V))),

@@ -273,7 +273,7 @@ def test_texts_up_to_the_end_of_a_table():
     for options in ({"do_sample": True, "seed": 3}, {}):
         out, plain = (model.generate(prompt, max_new_tokens=15, use_mtp=how, **options) for how in (True, False))
         assert out.shape == (1, 65) and torch.equal(out, plain)
-        with pytest.raises(ValueError, match="max_new_tokens=17.*64.*15"):
+        with pytest.raises(IndexError):  # torch's own, as in plain decoding
             model.generate(prompt, max_new_tokens=17, **options)
 
 

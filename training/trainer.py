@@ -48,8 +48,8 @@ class MTPTrainer(BaseTrainer):
       with the heads that learn, so that tensor gets no weight decay.
 
     Args:
-        model: The model; attached `MTPHeads`, `EagleHead` or `BlockDrafter`, `EvaByteForMTPC`, `DeepSeekMTP`, or one of
-            these in peft.
+        model: The model: any `TrainableDrafter`, attached, such as `MTPHeads`, `EagleHead` or `BlockDrafter`;
+            `EvaByteForMTPC`, `DeepSeekMTP`, or one of these in peft.
         args: As for `Trainer`.
         strategy: Applied to the model (`training.preparation.prepare`); None: parameters that require gradients learn.
         tokens_per_batch: Tokens of a batch of one process, which has as many rows as fit. None: 4,096, or as many as

@@ -10,7 +10,7 @@ speculators' dflash, dflash2 and dspark (0.9) the config of the layers is nested
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,7 +323,7 @@ def _write_zlab(config: BlockDrafterConfig) -> Fields:
 def _table_of(kind: str) -> FieldTable:
     own, others = _ZLAB | _OF_KIND[kind], {"markov_rank": (0,), "dspark_markov_rank": (0,)}
     read = {"": LAYERS | own, "dflash_config": own} | ROPE_LEVELS
-    known = dict.fromkeys(("", "dflash_config"), _TENSORS_DECIDE)
+    known: dict[str, Collection[str]] = {"": _TENSORS_DECIDE, "dflash_config": _TENSORS_DECIDE}
     return FieldTable("z-lab", read, known, {"dspark_fixup_head_type": ("markov",)} if kind == "dspark" else others)
 
 

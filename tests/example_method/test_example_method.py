@@ -1,5 +1,7 @@
 """docs/adding_a_method.md: a method with its own network, in one folder."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import TrainingArguments
@@ -72,3 +74,9 @@ def test_the_registry_knows_directories_of_strict_classes_alone(tmp_path, monkey
     assert type(loaded) is Strict
     plain = model.generate(BATCH[1:2], max_new_tokens=12)
     assert torch.equal(model.generate(BATCH[1:2], assistant_model=loaded, max_new_tokens=12), plain)
+
+
+def test_the_page_shows_the_session():
+    session = Path(__file__).with_name("session.py").read_text(encoding="utf-8").partition("class GRUSession")[2]
+    page = Path(__file__).parents[2] / "docs" / "adding_a_method.md"
+    assert "class GRUSession" + session.rstrip() + "\n```" in page.read_text(encoding="utf-8")

@@ -104,7 +104,7 @@ class BestOfSession(ParallelSession):
             self.branches = self.branches[..., :length]
         count, depth = (1, 0) if self.branches is None else self.branches.shape[1:]
         auxiliary = self._auxiliary(tokens, depth, length, count if depth else 1)
-        if depth == 0:
+        if self.branches is None or depth == 0:
             return DraftTree.chain(tokens.ids[:, :0], auxiliary=auxiliary)
         order = cached_arange(count * depth, tokens.ids.device)
         parents = torch.where(order % depth == 0, -1, order - 1).expand(len(tokens.ids), -1)
@@ -147,7 +147,8 @@ class CentralVerifier(CoupledVerifier):
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         distribution, vectors = distribution_of(scores), self.drafter.vectors
         self.rows = distribution[..., 0]
-        drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches
+        branches = self.drafter.branches
+        drafts = tree.tokens[:, None] if tree.is_chain or branches is None else branches
         count, length = drafts.shape[1:]
         columns = torch.nn.functional.pad(1 + cached_arange(count * length, scores.device).view(count, length), (1, 0))
         probs, uniforms = distribution[:, columns], vectors[..., : length + 1]

@@ -100,7 +100,7 @@ def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
     said = next((entry[name] for name in ("reference", "answer") if name in entry), [])
     references = tuple(each if isinstance(each, str) else None for each in ([said] if isinstance(said, str) else said))
     name, category = str(entry.get("question_id", number)), str(entry.get("category") or "prompts")
-    return Prompt(name, tuple(turns), category, before, references, template_options(entry))
+    return Prompt(name, tuple(map(str, turns)), category, before, references, template_options(entry))
 
 
 def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:

@@ -23,7 +23,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ...generation.tensors.masks import numbers
+from ...generation.tensors.masks import made_once, numbers
 from ...generation.tensors.sampling import exponentials
 from .window_distribution import (
     Choose,
@@ -103,8 +103,8 @@ class LatentDistribution(WindowDistribution):
         """
 
     @abstractmethod
-    def _tables(self, known: list[Tensor]) -> Tensor:
-        """Rows [..., R, r] from which states are drawn, for every state before them."""
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Rows [..., R, r] from which states are drawn, for every state before them, and factors of them, if any."""
 
     @abstractmethod
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
@@ -231,7 +231,7 @@ class LatentDistribution(WindowDistribution):
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
-        unit = (lambda weights: weights) if self._is_short else _now_and_then()
+        unit = never if self._is_short else _now_and_then()
         return torch.stack(self._along(partial(largest, note), length, unit)[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
@@ -257,11 +257,12 @@ class LatentDistribution(WindowDistribution):
 
         A race argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up.
         """
-        length, tables = own.shape[-3], self._tables(known)
+        length, (tables, factors) = own.shape[-3], self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
         early = early.unflatten(-1, tables.shape[-2:])  # [..., R, r]
+        early = early if factors is None else early.div_(factors)
         states = self._states((tables / early).argmax(-1), self.bound)[..., :length]  # [..., length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
         return rows / late.unflatten(-1, (length, self.size))
@@ -273,6 +274,11 @@ class LatentDistribution(WindowDistribution):
     def _is_short(self) -> bool:
         """Whether weights can take the probabilities of a whole window, which are seldom below chance."""
         return self.full_window * math.log(self.size) < _RANGE
+
+    @cached_property
+    def counts_launches(self) -> bool:
+        """Whether a launch costs more than small products do: on accelerators."""
+        return self._all_leaves.device.type != "cpu"
 
     @property
     def full_window(self) -> int:
@@ -312,8 +318,8 @@ class MixtureDistribution(LatentDistribution):
     def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         return (yield from stepwise(self.root, leaves, known, unit, lambda position, weights: weights))
 
-    def _tables(self, known: list[Tensor]) -> Tensor:
-        return (self.root * known[0] if known else self.root)[..., None, :]  # [..., 1, r]
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        return (self.root * known[0] if known else self.root)[..., None, :], None  # [..., 1, r]
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         return picks.expand(*picks.shape[:-1], self.window)
@@ -341,6 +347,11 @@ def column(table: Tensor, token: Tensor) -> Tensor:
 
 def _unit(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+def never(weights: Tensor) -> Tensor:
+    """Return the weights as they are."""
+    return weights
 
 
 def _now_and_then() -> Scale:
@@ -371,6 +382,10 @@ class ChainDistribution(LatentDistribution):
         steps, weights = self.steps[..., : len(found) - 1, :, :], [root]
         if ring is LINEAR and evidence.numel() * len(found) * self.rank <= _SYSTEM:
             return self._solved(root, evidence[..., :-1, :, None], steps)
+        if ring is LINEAR:  # one product for the evidence of all positions
+            for step in (evidence[..., :-1, :, None] * steps).unbind(-3):
+                weights.append(moved(weights[-1], step))
+            return torch.stack(weights, -2)
         # taken apart at once: each of many slices would have a gradient as large as all steps
         for step, seen in zip(steps.unbind(-3), found):
             weights.append(ring.moved(ring.times(weights[-1], seen), step))
@@ -404,20 +419,32 @@ class ChainDistribution(LatentDistribution):
         moving = self if given is None else self._moving(given.moves)
         return super(ChainDistribution, moving).next_log_probs(prefix, given)
 
-    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        moves = leaves.reader.moves if isinstance(leaves, ReadLeaves) else ()
-        return (yield from stepwise(self.root, leaves, known, unit, partial(self._step, moves)))
-
-    def _step(self, moves: Sequence[Tensor | None], position: int, weights: Tensor) -> Tensor:
-        bias, logits = moves[position] if moves else None, self.trans_logits
+    def _read_step(self, moves: Sequence[Tensor | None], position: int, weights: Tensor) -> Tensor:
+        logits, bias = self.trans_logits, moves[position]
         if bias is None:
             return moved(weights, self.steps[..., position, :, :])
-        return moved(weights, (logits[..., position if logits.shape[-3] > 1 else 0, :, :] + bias).softmax(-1))
+        logits = logits[..., position if logits.shape[-3] > 1 else 0, :, :]
+        return moved(weights, (logits + bias).softmax(-1))
 
-    def _tables(self, known: list[Tensor]) -> Tensor:
+    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        """One product per position gives both the next state's weights and the next token's probabilities."""
+        if isinstance(leaves, ReadLeaves):
+            return (yield from stepwise(self.root, leaves, known, unit, partial(self._read_step, leaves.reader.moves)))
+        steps = self.steps[..., : len(leaves) - 1, :, :]  # [..., n - 1, r, r]
+        ahead = torch.cat([steps, steps @ torch.stack([*leaves[1:]], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
+        weights = probs = self.root  # which is no more than a start where the first token is known
+        if not known:
+            probs = moved(weights, leaves[0])
+        for position, table in enumerate(ahead):
+            found = known[position] if position < len(known) else column(leaves[position], (yield probs))
+            weights, probs = moved(unit(weights * found), table).split([self.rank, self.size], -1)
+        yield probs
+        return None
+
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root  # [..., r]
         rows = self.steps[..., len(known) :, :, :].flatten(-3, -2)  # a row for each state of each step
-        return torch.cat([first[..., None, :], rows], -2)
+        return torch.cat([first[..., None, :], rows], -2), None
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states = [picks[..., :1]]
@@ -425,6 +452,10 @@ class ChainDistribution(LatentDistribution):
         for chosen in maps.unbind(-2):
             states.append(chosen.gather(-1, states[-1]))
         return torch.cat(states, -1)  # [..., n]
+
+
+_TABLES = 2**22
+"""Entries of the tables of pairs up to which they are made: few launches, where they are small."""
 
 
 @lru_cache(maxsize=256)
@@ -461,18 +492,19 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Probabilities [..., 1 + (n - 2) r, r]: the root's, and every node's given its parent."""
+        """Probabilities [..., 1 + (n - 2) r, r] in one launch: the root's, and every node's given its parent."""
         return torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
 
     @cached_property
     def root(self) -> Tensor:
-        return self._sums[..., 0, :]
+        """Probabilities [..., r] of the first state."""
+        return self._sums[..., 0, :] if self.counts_launches else self.root_logits.softmax(-1)
 
     @cached_property
     def steps(self) -> list[Tensor]:
         """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
-        counts = [2**d for d in range(1, self.depth)]
-        steps = self._sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
+        counts, steps = [2**d for d in range(1, self.depth)], self.node_logits
+        steps = self._sums[..., 1:, :].unflatten(-2, steps.shape[-3:-1]) if self.counts_launches else steps.softmax(-1)
         if not self.is_perfect and counts:
             same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
             found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
@@ -514,6 +546,9 @@ class TreeDistribution(LatentDistribution):
                 return None if position is None else known[position]
             leaf = leaves[position]
             return column(leaf, (yield moved(weights, leaf)))
+        in_pairs = self.counts_launches and unit is never and self.reader is None
+        if in_pairs and 0 < level == self.depth - 1 and self._pairs is not None:
+            return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
         step = self.steps[level - 1][..., index, :, :] if is_latent else None  # [..., r, r]
         weights = weights if step is None else moved(weights, step)
@@ -524,10 +559,48 @@ class TreeDistribution(LatentDistribution):
         seen = seen if left is None else unit(left * seen)
         return seen if step is None else moved(seen, step.mT)
 
-    def _tables(self, known: list[Tensor]) -> Tensor:
+    @cached_property
+    def _pairs(self) -> Tensor | None:
+        """Tables [..., 2^(depth - 1), 1 + r, 1 + r, v] of the nodes that own two positions each, for `_visit_pair`.
+
+        Row 1 + a and column b hold node[a, b] leaf[b, x] of the first position; column r is their sum. None where that
+        is much, where some node owns one position, or where gradients are wanted, which writing in place would break.
+        """
+        nodes, firsts = self.steps[-1], self._probs[..., ::2, :, :]
+        learns = torch.is_grad_enabled() and (nodes.requires_grad or firsts.requires_grad)
+        if not self.is_perfect or learns or firsts.numel() * self.rank > _TABLES:
+            return None
+        tables = nodes.new_empty(*firsts.shape[:-2], 1 + self.rank, 1 + self.rank, self.size)
+        inside = tables[..., 1:, :-1, :]  # [..., 2^(depth - 1), r, r, v]
+        torch.mul(nodes[..., None], firsts[..., None, :, :], out=inside)
+        torch.sum(inside, -2, out=tables[..., 1:, -1, :])
+        return tables
+
+    def _visit_pair(self, index: int, weights: Tensor, leaves: Sequence[Tensor], known: list[Tensor]) -> Walk:
+        """Walk the two positions of a last node; returns what they say of its parent's state.
+
+        Weighted rows next to those of every state of the parent make one launch out of two.
+        """
+        first, second = 2 * index, 2 * index + 1
+        if first < len(known):
+            seen = self.steps[-1][..., index, :, :] * known[first][..., None, :]  # [..., r, r]
+            if second < len(known):
+                return moved(known[second], seen.mT)
+            shown = seen @ leaves[second]  # [..., r, v]
+            return column(shown, (yield moved(weights, shown)))
+        assert self._pairs is not None
+        rows = self._pairs[..., index, :, :, :]  # [..., 1 + r, 1 + r, v]
+        flat = rows.reshape(-1, *rows.shape[-3:])  # [N, 1 + r, 1 + r, v]
+        torch.bmm(weights.reshape(-1, 1, self.rank), flat[:, 1:].flatten(-2), out=flat[:, :1].flatten(-2))
+        token = yield rows[..., 0, -1, :]  # [...]
+        seen = rows[..., :-1, :].gather(-1, token[..., None, None, None].expand(*rows.shape[:-2], self.rank, 1))[..., 0]
+        shown = seen @ leaves[second]  # [..., 1 + r, v]
+        return column(shown[..., 1:, :], (yield shown[..., 0, :]))
+
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Every state's row of every node; a known first token weighs those on its path to the root."""
-        if self.is_perfect and not known:
-            return self._sums
+        if self.is_perfect and self.counts_launches:
+            return self._sums, self._factors(known[0]) if known else None
         tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
         if known:
             message = known[0]
@@ -535,7 +608,18 @@ class TreeDistribution(LatentDistribution):
                 start = 1 + (2**level - 2) * self.rank  # the level's first node, behind 2^level - 2 others
                 message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
             tables[..., 0, :].mul_(message)
-        return tables
+        return tables, None
+
+    def _factors(self, message: Tensor) -> Tensor:
+        """What a first token [..., r] makes of all rows of `_sums`, put together in one launch."""
+        factors = list[Tensor]()
+        for level in reversed(range(1, self.depth)):
+            others = _one(message.dtype, message.device).expand(
+                *message.shape[:-1], (2**level - 1) * self.rank, self.rank
+            )
+            factors = [message[..., None, :].expand(*message.shape, self.rank), others, *factors]
+            message = moved(message, self.steps[level - 1][..., 0, :, :].mT)
+        return torch.cat([message[..., None, :], *factors], -2)
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)
@@ -547,6 +631,12 @@ class TreeDistribution(LatentDistribution):
             states = states.expand(*states.shape[:-1], 2)
         states = states if self.is_perfect else _select(states, self._filled, -1)
         return states[..., skipped:]
+
+
+@made_once
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 1, made once; never write to it."""
+    return torch.ones((), dtype=dtype, device=device)
 
 
 def _select(values: Tensor, indices: list[int], dim: int) -> Tensor:

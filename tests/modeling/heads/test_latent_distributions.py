@@ -8,7 +8,7 @@ import torch
 from tests.distributions import CIRCUITS, golden
 from tokenahead.generation.tensors.sampling import draw
 from tokenahead.modeling.heads.circuit_head import circuit_from_logits
-from tokenahead.modeling.heads.circuits import balanced
+from tokenahead.modeling.heads.circuits import TreeDistribution, balanced
 from tokenahead.modeling.heads.window_distribution import logsumexp
 from tokenahead.testing import chi_square
 
@@ -107,10 +107,12 @@ def random_distribution(kind, window, size, rank=3, count=1, dtype=torch.float64
     )
 
 
-@pytest.mark.by_day("hmm-3", "btree-5", "btree-6", "btree-8")
+@pytest.mark.by_day("hmm-3", "btree-5", "btree-6", "btree-8", "btree on an accelerator-5")
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window):
+@pytest.mark.parametrize("kind", ["cp", "hmm", "btree", "btree on an accelerator"])
+def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window, monkeypatch):
+    monkeypatch.setattr(TreeDistribution, "counts_launches", kind.endswith("accelerator"))
+    kind = kind.split()[0]
     bound = random_distribution(kind, window, 2, count=20_000, dtype=torch.float32).condition(torch.ones(20_000).long())
     windows = torch.cartesian_prod(*[torch.arange(2)] * (window - 1)).view(-1, window - 1)
     exact = random_distribution(kind, window, 2, count=len(windows)).condition(torch.ones(len(windows)).long())
@@ -143,6 +145,23 @@ def test_long_drafts_of_bytes_in_float32_state_their_conditionals():
                 greedy = distribution.greedy(length)
                 text = torch.nn.functional.pad(greedy, (0, 18 - bound - length))
                 assert torch.equal(exact.conditional_log_probs(text)[:, :length].argmax(-1), greedy)
+
+
+def test_greedy_drafts_of_trees_by_pairs_as_on_accelerators(monkeypatch):
+    for window in [4, 6, 8, 16]:
+        for bound in [0, 1, 2, 3]:
+            for learns in [False, True]:
+                monkeypatch.setattr(TreeDistribution, "counts_launches", True)
+                distribution = random_distribution("btree", window, 5, rank=4, count=30)
+                distribution.leaf_logits.requires_grad_(learns)
+                exact = random_distribution("btree", window, 5, rank=4, count=30)
+                for token in (torch.arange(30) % 5, torch.arange(30) % 3, torch.arange(30) % 2)[:bound]:
+                    distribution, exact = distribution.condition(token), exact.condition(token)
+                for length in (1, window - bound, max(window - bound - 1, 1)):
+                    greedy = distribution.greedy(length)
+                    text = torch.nn.functional.pad(greedy, (0, window - bound - length))
+                    assert torch.equal(exact.conditional_log_probs(text)[:, :length].argmax(-1), greedy)
+                assert torch.equal(distribution.draft(lambda probs: (probs.argmax(-1), probs), length)[0], greedy)
 
 
 def test_gradients():

@@ -146,13 +146,18 @@ def refuse_clocks(call: Call) -> None:
             )
 
 
+def _has_peers() -> bool:
+    """Return whether this is one process of several, which may hold parts of one backbone."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 @contextmanager
 def decoding(*models: nn.Module) -> Iterator[None]:
     """Let a backbone, and what drafts for it, use caches in train mode, though they checkpoint activations.
 
     An error leaves none of peft's hooks. Processes that share the backbone's layers draw the same numbers.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if _has_peers():
         share_draws(models[0])
     try:
         with torch.no_grad(), ExitStack() as stack:
@@ -183,13 +188,14 @@ def speculative_decoding(
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
     prepared = input_ids.long(), logits_processor, stopping_criteria, generation_config
-    plan = plan_of(call, *prepared, model_kwargs, partial(_with_tree, call, *prepared, model_kwargs))
+    trials = partial(_with_tree, call, prepared[0], stopping_criteria, generation_config, model_kwargs)
+    plan = plan_of(call, *prepared, model_kwargs, trials)
     if isinstance(plan, str):
         if plan:
             decode_plainly(plan, call.options)
         return cast(Any, model)._sample(*prepared, call.synced_gpus, call.streamer, **model_kwargs)
     with ExitStack() as stack:
-        if distributed.is_available() and distributed.is_initialized():
+        if _has_peers():
             stack.enter_context(readable(model))
         stack.enter_context(call.drafter.running(model))
         is_static = generation_config.cache_implementation == "static"
@@ -239,7 +245,6 @@ def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
 def _with_tree(
     call: Call,
     prompt: Tensor,
-    processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     model_kwargs: Kwargs,

@@ -28,15 +28,13 @@ class GuardedLoop(SpeculativeLoop):
         are_scores = cycle.has_finite_scores()
         if are_scores and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
             self.verifier.takes_infinity = True  # processors made it, and plain decoding goes on from it
-            again = self._on_host(self.results.write(cycle))
-            return self._repaired(again) if again.faults else again
+            return self._sound(self._on_host(self.results.write(cycle)))
         if are_scores or cycle.fed.is_empty:
             raise cycle.refusal(self.plan.call.backbone, self.processing)
         self._end_drafts(warns=False)
         self._undo()
         self.results.statistics.backbone_calls += 1
-        cycle = self._on_host(self._verified(*self._read(0, self.empty)))
-        cycle = self._repaired(cycle) if cycle.faults else cycle
+        cycle = self._sound(self._on_host(self._verified(*self._read(0, self.empty))))
         self.plan.call.drafter.warn_of_numbers()
         return cycle
 

@@ -77,8 +77,7 @@ class SpeculativeLoop:
         """Take the token after the prompt, one per sequence."""
         logits = outputs.logits[:, -1:].to(self.plan.prompt.device, torch.float32)  # [B, 1, V]
         cycle = self._verified(self.empty, TargetOutput(logits, outputs.hidden_states), is_prefill=True)
-        cycle = self._on_host(cycle)
-        self.results.take(self._repaired(cycle) if cycle.faults else cycle, is_prefill=True)
+        self.results.take(self._sound(self._on_host(cycle)), is_prefill=True)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
@@ -137,7 +136,7 @@ class SpeculativeLoop:
 
     def _settled(self, cycle: Cycle) -> tuple[Cycle, list[int]]:
         """Count the new tokens, leave them in the cache, and show the session what was verified."""
-        cycle = self._repaired(cycle) if cycle.faults else cycle
+        cycle = self._sound(cycle)
         new, accepted = self.results.take(cycle)
         # a sequence that was cut keeps fewer tokens than were accepted and added, and a draft is the last of them
         if self.results.stopping.holds and sum(new.counts) < sum(accepted) + len(accepted):
@@ -154,6 +153,10 @@ class SpeculativeLoop:
         self.session = NoDrafts(self.empty)
         if warns:
             self.plan.call.drafter.warn_of_numbers()
+
+    def _sound(self, cycle: Cycle) -> Cycle:
+        """Return a cycle without faults."""
+        return self._repaired(cycle) if cycle.faults else cycle
 
     def _repaired(self, cycle: Cycle) -> Cycle:
         """Return another cycle in the place of one with faults, or raise an error (`GuardedLoop`, which calls run)."""

@@ -70,6 +70,14 @@ def fault_of(checkpoint: Path) -> str | None:
     return next((f"{name} is damaged" for name, digest in known.items() if actual.get(name) != digest), None)
 
 
+def require_whole(checkpoint: str) -> None:
+    """Raise a ValueError that names a file of a checkpoint which is missing or damaged; the first process looks."""
+    if fault := of_first(lambda: fault_of(Path(checkpoint))):
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint!r}: {fault}; choose another, or True for the last whole one"
+        )
+
+
 class ChecksumWriter(TrainerCallback):
     """Writes the checksums of every checkpoint, when all processes and callbacks have written their files."""
 
@@ -94,10 +102,8 @@ class ResumingMixin(_TrainerBase):
         run, chosen = str(self.args.output_dir), resume_from_checkpoint
         if chosen is True and of_first(lambda: get_last_checkpoint(run)):
             chosen = of_first(lambda: last_whole_checkpoint(run))
-        elif isinstance(chosen, str) and (fault := of_first(lambda: fault_of(Path(chosen)))):
-            raise ValueError(
-                f"resume_from_checkpoint={chosen!r}: {fault}; choose another, or True for the last whole one"
-            )
+        elif isinstance(chosen, str):
+            require_whole(chosen)
         self.remove_callback(ChecksumWriter)
         self.add_callback(ChecksumWriter())  # the last one: others add to checkpoints
         return super().train(chosen, *args, **kwargs)

@@ -24,7 +24,7 @@ from ... import __version__
 from ...generation.tensors.tensor_files import Fields
 from ...modeling.heads.joint import BACKBONE
 from ..acceptance_callback import AcceptanceCallback
-from ..checkpoints import fault_of, last_whole_checkpoint, steps_of
+from ..checkpoints import last_whole_checkpoint, require_whole, steps_of
 from ..loading import has_adapters, holds_model
 from ..parts import of_first
 from ..results import environment
@@ -151,10 +151,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
     """Restore the end of a training, of which `Trainer` would make a further step: the model may not be saved yet."""
-    if fault := fault_of(Path(checkpoint)):
-        raise ValueError(
-            f"resume_from_checkpoint={checkpoint}: {fault}; choose another, or true for the last whole one"
-        )
+    require_whole(checkpoint)
     warnings.warn(f"{checkpoint} has done all of max_steps={trainer.args.max_steps}: nothing is left", stacklevel=2)
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None

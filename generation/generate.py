@@ -267,30 +267,17 @@ def _with_tree(
     return choose_tree(trial, call.drafter, options, config, prompt, last, common, not has_stop_strings)
 
 
-class _Field:
-    """A field of a `ResolvedConfig`: unset where it was resolved, whatever is written to it."""
-
-    def __set_name__(self, kind: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, config: ResolvedConfig | None, kind: type | None = None) -> object:
-        return None if config is None or self.name in config.resolved else vars(config).get(self.name)
-
-    def __set__(self, config: ResolvedConfig, value: object) -> None:
-        vars(config)[self.name] = value
-
-
 class ResolvedConfig(GenerationConfig):
-    """The generation config of a call, in which the `resolved` fields read as unset.
+    """The generation config of a call, in which the `resolved` fields read as unset, whatever is written to them.
 
     A plain copy would not do: transformers fills unset fields from the model's own config.
     """
 
     resolved: frozenset[str] = frozenset()
-    use_mtp = _Field()
-    token_healing = _Field()
-    stop_strings = _Field()
-    cache_implementation = _Field()
+
+    def __getattribute__(self, name: str) -> Any:
+        read = super().__getattribute__
+        return None if name in read("resolved") else read(name)
 
     @classmethod
     def of(cls, config: GenerationConfig | None, resolved: Iterable[str]) -> ResolvedConfig:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import RLock
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,6 @@ _MOST = 8
 """Graphs that are kept for the buffers of a model; each holds memory."""
 _PLAIN = (bool, int, float, str, type(None))
 _MARKED = (*_PLAIN, Tensor, nn.Module)
-
-
-class Observer(Protocol):
-    """Calls a region of a cycle."""
-
-    def __call__(self, name: str, function: Callable[..., R], /, *args: Any) -> R:
-        """Return what the function returns."""
-        ...
 
 
 class CudaGraph(Generic[R]):

@@ -24,12 +24,11 @@ from torch import Tensor
 from .backbone.target import Target
 from .call.sequences import NewTokens
 from .contract import DraftTree, NoDrafts, PrefillOutput, TargetOutput
-from .graphs import Observer
 from .plan import Plan
 from .results import Cycle, GenerateSpeculativeOutput, Results
 
 R = TypeVar("R")
-REGION_OBSERVER: Observer | None = None
+REGION_OBSERVER: Callable[..., Any] | None = None
 """Called in place of a region that could be replayed: `"cycle"`, or `"forward"` where the rest needs the host."""
 
 

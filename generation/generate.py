@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -84,7 +84,7 @@ def prepared_call(
     Raises:
         ValueError: An option or a combination that is not supported; the message names it.
     """
-    call = dict(zip(_names(generate, len(args)), args)) | kwargs
+    call = (dict(zip(_names(type(backbone)), args)) if args else {}) | kwargs
     call = call if call.keys().isdisjoint(NAMES) else renamed(call)
     own = {name: call.pop(name) for name in GENERATE_KWARGS if name in call}
     named = None if drafter is None else call.pop("assistant_model", None)
@@ -233,13 +233,12 @@ def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:
     return outputs, target
 
 
-def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """Return the names of the first positional arguments of a `generate`."""
-    if not count:
-        return ()
-    known = inspect.signature(generate).parameters.values()
-    names = tuple(p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-    return (names if len(names) >= count else PARAMETERS)[:count]
+@cache
+def _names(kind: type[PreTrainedModel]) -> tuple[str, ...]:
+    """Return the names of positional arguments of a class's `generate`; of one that hides them, transformers' own."""
+    _, *known = inspect.signature(kind.generate).parameters.values()
+    names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (*names, *PARAMETERS[len(names) :])
 
 
 def _with_tree(

@@ -77,8 +77,7 @@ def prepared_call(
         generate: The bound `generate` that is called next.
         backbone: The target model.
         drafter: Makes the drafts; None: an assistant of transformers does, or nobody.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
+        args: Positional arguments of the call, and then its keyword arguments.
         new_cache: Makes a cache of the backbone's own class; None: it has caches of transformers.
 
     Raises:
@@ -93,10 +92,8 @@ def prepared_call(
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
     config, model_kwargs = cast(Any, backbone)._prepare_generation_config(call.get("generation_config"), **fields)
     if config.assistant_early_exit is not None:
-        raise ValueError(
-            f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
-            f"{type(backbone).__name__} in place; leave it out"
-        )
+        name = f"assistant_early_exit={config.assistant_early_exit}"
+        raise ValueError(f"{name} would cut the layers of {type(backbone).__name__} in place; leave it out")
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
     read = None
@@ -129,21 +126,15 @@ def prepared_call(
 
 
 def refuse_clocks(call: Call) -> None:
-    """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone.
-
-    Raises:
-        ValueError: Processes of tensor parallelism would verify drafts of different shapes.
-    """
+    """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone."""
     timed = {
         "num_assistant_tokens_schedule='adaptive'": call.options.schedule == "adaptive",
         "draft_tree='auto'": call.options.draft_tree == "auto",
         "learn_while_decoding": call.drafter.recorder is not None,
     }
-    for name, is_set in timed.items():
-        if is_set and tensor_parallel_size(call.backbone) > 1:
-            raise ValueError(
-                f"{name} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it"
-            )
+    named = next((name for name, is_set in timed.items() if is_set), None)
+    if named is not None and tensor_parallel_size(call.backbone) > 1:
+        raise ValueError(f"{named} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it")
 
 
 def _has_peers() -> bool:
@@ -211,8 +202,7 @@ def speculative_decoding(
 
 
 def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:
-    """Run the first pass, transformers' own prefill, and return its outputs, and the backbone with the prompt in its
-    cache."""
+    """Run transformers' own prefill, and return its outputs, and the backbone with the prompt in its cache."""
     kwargs, prompt, keywords = plan.model_kwargs, plan.prompt, plan.keywords
     states = {"output_hidden_states": plan.hidden_layers}
     outputs = cast(Any, plan.call.backbone)._prefill(prompt, plan.config, kwargs | states)
@@ -299,10 +289,8 @@ def add_cache(
     if config.cache_implementation is None:
         return set()
     if config.cache_implementation != "dynamic":
-        logger.warning_once(
-            f"cache_implementation={config.cache_implementation!r} is ignored: {type(backbone).__name__} has a cache "
-            "of its own."
-        )
+        name = f"cache_implementation={config.cache_implementation!r}"
+        logger.warning_once(f"{name} is ignored: {type(backbone).__name__} has a cache of its own.")
     return {"cache_implementation"}
 
 

@@ -149,17 +149,7 @@ class GenerateSpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 class Results:
-    """The sequences of one call, and where they end.
-
-    Args:
-        plan: Of the call.
-        target: With the prompt in its cache.
-
-    Attributes:
-        tokens: The sequences.
-        done: Which of them have ended.
-        statistics: What is returned of them.
-    """
+    """The sequences of one call (`tokens`), which of them have ended (`done`), and what is returned of them."""
 
     def __init__(self, plan: Plan, target: Target) -> None:
         prompt, config = plan.prompt, plan.config
@@ -208,10 +198,6 @@ class Results:
 
     def take(self, cycle: Cycle, is_prefill: bool = False) -> tuple[NewTokens, list[int]]:
         """Add verified tokens to the sequences, records and statistics, cut where sequences end.
-
-        Args:
-            cycle: What the host has read.
-            is_prefill: The token after the prompt.
 
         Returns:
             The new tokens, and the accepted drafts of the sequences that were open.

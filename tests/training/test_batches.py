@@ -16,9 +16,9 @@ from tests.training.process_client import MAKERS
 from tokenahead import MTPHeads
 from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batches, cache_features
 from tokenahead.training.batches import (
-    BatchedRows,
     Collator,
     JoinedCollator,
+    ReadingCollator,
     batches_by_tokens,
     obstacle_to_joining,
     row_lengths,
@@ -160,7 +160,7 @@ def test_a_budget_that_cannot_be_met_is_refused(tmp_path):
     heads = MTPHeads.from_backbone(llama(), window=3)
     for options, budget, match in (
         ({}, -1, "tokens_per_batch=-1"),
-        ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size=4"),
+        ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size"),
         ({"auto_find_batch_size": True}, 64, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, 64, "batch_rebalance"),
         ({"accelerator_config": {"split_batches": True}}, 64, "split_batches"),
@@ -220,7 +220,7 @@ def test_lengths_come_from_the_columns_of_a_data_set():
         ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4] if "attention_mask" in columns else [1, 2, 3]]
         data = Dataset.from_dict({"input_ids": ids} | columns)
         assert row_lengths(data) == [5, 3] == row_lengths([data[number] for number in range(2)])
-        assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
+        assert [row["input_ids"] for row in ReadingCollator(list, None, data)([[1, 0]])] == ids[::-1]
 
 
 def test_slots_count_in_the_budget(tmp_path):

@@ -124,7 +124,7 @@ def test_a_server_gives_the_rows_of_the_backbone_and_of_the_disk(name, tmp_path)
     for source in (stored, there.data and here):
         assert len(source) == 6 and source.lengths == here.lengths
     close(stored[4], here[-2])
-    close(stored.collate(stored.rows([1, 3])), here.collate(here.rows([1, 3])))
+    close(stored.collate([stored[1], stored[3]]), here.collate([here[1], here[3]]))
 
 
 def test_a_trainer_takes_rows_of_a_server(tmp_path):
@@ -178,7 +178,7 @@ def test_other_states_are_refused(change, tmp_path):
     words = words.get(change, r"hidden_states.*\[1, 2, 3, 4\]")
     refused = pytest.raises(EndpointError, match=f"row 2.*{words}")
     with serving(drafter, tmp_path / "files", change) as endpoint, refused:
-        ServerStates(endpoint, drafter, data(), folder=tmp_path / "files").rows([2])
+        ServerStates(endpoint, drafter, data(), folder=tmp_path / "files")[2]
 
 
 def test_a_server_that_extracts_nothing_and_files_that_do_not_come_are_refused(tmp_path):

@@ -203,8 +203,8 @@ def obstacle_to_joining(model: Any, row: Mapping[str, Any], device: torch.device
     sum other rows in another order; as much then, where the two are rows of a batch. A `row` of its data with states of
     a backbone says that this is not run.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return ""  # the first process decides
+    if any(parameter.is_meta for parameter in model.parameters()):  # the first process decides
+        return ""
     places = torch.arange(_LENGTH, device=device)
 
     def losses(other: int, is_joined: bool) -> Tensor:

@@ -58,10 +58,7 @@ class StatesSource(Dataset[Columns]):
     """Rows with `input_ids` and `labels` [T], and what a drafter reads of its backbone there.
 
     These are `cached_states` [T, S, d], of `learning_layers`, and `cached_summaries` [T, 2] where losses read logits of
-    tokens that are not drafted.
-
-    Attributes:
-        lengths: Tokens of every row.
+    tokens that are not drafted. `lengths` are the tokens of every row.
     """
 
     lengths: Sequence[int]
@@ -141,20 +138,14 @@ class BackboneStates(StatesSource):
 
 
 def _groups(lengths: list[int], tokens: int, is_exact: bool) -> Iterator[list[int]]:
-    """Yield rows by groups of similar lengths, or of one: `tokens` at most with their padding, or one row.
-
-    The shortest first, because rotary angles that depend on the length follow it upwards alone.
-    """
+    """Yield rows by groups of similar lengths, the shortest first: rotary angles follow lengths upwards alone."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for _, rows in groupby(order, lambda row: lengths[row] if is_exact else int(math.log(lengths[row], _SPREAD))):
         yield from batches_by_tokens(lengths, tokens, [*rows], is_padded=True)
 
 
 def layer_outputs(drafter: Drafter) -> list[int]:
-    """Return the layers whose outputs a drafter reads, as vLLM numbers them: i is the output of the i-th of L layers.
-
-    The last output is not normed there; in transformers' `hidden_states`, which drafters read, it is.
-    """
+    """Return the layers whose outputs a drafter reads, as vLLM numbers them: the last one, L of L, is not normed."""
     count = drafter.backbone.config.get_text_config().num_hidden_layers
     return sorted({layer % (count + 1) for layer in drafter.learning_layers})
 
@@ -172,17 +163,9 @@ def vllm_options(drafter: Drafter, folder: str | Path) -> list[str]:
 class ServerStates(BackboneStates):
     """States of a backbone that a vLLM server runs: rows of a Trainer with `data_collator=rows.collate`.
 
-    Args:
-        endpoint: The server, started with `vllm_options`; at most `concurrency` requests are in flight.
-        *args: Of `cache_features`: `drafter`, whose backbone gives the final norm and logits, `data` and `dtype`.
-        folder: The directory of the server's files, where it is mounted here; of the paths that the server gives, only
-            the last name is read, and what was read is deleted.
-        wait: Seconds until a file must be whole, after the server's answer.
-        **options: Of `cache_features`: `ignore_columns`.
-
-    Raises:
-        EndpointError: Where a row is read, states of other tokens, of another number of layers or width, or that are
-            not finite, and files that do not come, or are no files of their own.
+    It is started with `vllm_options`; further arguments are those of `BackboneStates`, whose backbone gives the final
+    norm and logits. `folder` is the directory of the server's files, where it is mounted here: of the paths that the
+    server gives, only the last name is read, at most `wait` seconds after its answer, and what was read is deleted.
     """
 
     def __init__(
@@ -210,11 +193,11 @@ class ServerStates(BackboneStates):
             raise EndpointError(f"the answer to row {number} has no hidden_states_path: {escaped(repr(said))[:200]}")
         found = _read(self.folder / name, where, self.wait, (len(ids) + _MORE) * (1 + width) * 8 + _HEADER)
         states, tokens = (found.get(each, torch.empty(0)) for each in ("hidden_states", "token_ids"))
-        if tokens.flatten().tolist()[: len(ids)] != ids:
-            raise EndpointError(f"{where} holds states of other tokens than were sent")
         wanted = (tokens.numel(), len(self._outputs), config.hidden_size)
-        if states.shape != wanted or not states.is_floating_point():
-            raise EndpointError(f"{where} holds hidden_states {[*states.shape]}, not {wanted}, of {self._outputs}")
+        is_other = tokens.flatten().tolist()[: len(ids)] != ids
+        if is_other or states.shape != wanted or not states.is_floating_point():
+            what = "other tokens" if is_other else f"hidden_states {[*states.shape]}, not {wanted}, of {self._outputs}"
+            raise EndpointError(f"{where} holds {what}")
         states = states[: len(ids)].to(compute_device(backbone), backbone.dtype)  # [T, n, d]
         if not states.isfinite().all():
             raise EndpointError(f"{where} holds states that are not finite: nothing learns so")
@@ -350,15 +333,9 @@ def checksum(model: nn.Module, skip: str = "\0") -> str:
 
 
 class FeatureDataset(StatesSource):
-    """Rows of features: ids, labels and states, in the order of the data set.
+    """Rows that `cache_features` wrote, in the order of the data set; incomplete or damaged ones are refused.
 
-    Args:
-        folder: What `cache_features` wrote.
-        verify: Read a part through when its first row is read, and compare its checksums.
-
-    Raises:
-        FileNotFoundError: A directory without features.
-        ValueError: Incomplete or damaged features; where a row is read, too.
+    To `verify` a part, it is read through when its first row is read.
 
     Example:
         >>> rows = cache_features(heads, data, "features")

@@ -78,9 +78,7 @@ def checksum_of(tensors: Mapping[str, Tensor], start: int, of: str) -> int:
 class Part:
     """A file of the rows `start` to `stop` - 1, with their `lengths` and the names of their `columns`.
 
-    Raises:
-        DamagedPartError: Its header or its lengths are damaged.
-        ValueError: It is made of other facts than `of`.
+    One that is damaged is a DamagedPartError, and one of other facts than `of` another ValueError.
     """
 
     def __init__(self, path: Path, of: str) -> None:
@@ -176,10 +174,6 @@ def complete(
 
     What is missing is seen by the first process, and divided by batches of `batch_size` rows: a run of any number of
     processes goes on from the files of any other. Without `verify`, only headers and sizes of files are looked at.
-
-    Raises:
-        FileNotFoundError: Files that another process has written do not appear here.
-        ValueError: A file of another directory, or a row in two files.
     """
     folder = facts.parent
 
@@ -226,16 +220,13 @@ class Processes(NamedTuple):
             check_whole(backbone, "rows divided among processes")
             if is_sharded(backbone):
                 raise ValueError(f"FSDP2 shards {type(backbone).__name__}, and rows are divided among whole ones")
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return cls()
-        return cls(distributed.get_rank(), distributed.get_world_size())
+        return cls(distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else cls()
 
     @contextmanager
     def stage(self) -> Iterator[None]:
-        """Run this process's share of a piece of work, then wait until all others have finished theirs.
+        """Run this process's share of a piece of work, then wait for all others, without a collective's limit of time.
 
-        They count themselves in the store of the process group, without a collective's limit of time. An error of one
-        ends all.
+        They count themselves in the store of the process group. An error of one ends all.
         """
         if self.world == 1:
             yield

@@ -18,19 +18,14 @@ from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
 from .trainer_base import without_peft
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
-_RANK, _DROPOUT = 8, 0.0
+_RANK = 8
 
 
 def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     """Choose what learns of attached heads, or of a model that owns its drafter, and from what; changed in place.
 
-    Returns:
-        The model to train: this one; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
-        the model within peft's.
-
-    Raises:
-        TypeError: A model without a drafter that learns by a strategy.
-        ValueError: A part of the recipe that this model cannot follow; the message names the field.
+    Return the model to train: this one; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
+    the model within peft's.
     """
     owner: Any = without_peft(model)
     if not (isinstance(owner, BaseDrafter) and isinstance(owner, TrainableDrafter)):
@@ -136,7 +131,7 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
         base_model_name_or_path=getattr(model, "name_or_path", None) or None,  # as peft has it
         r=rank,
         lora_alpha=2 * rank if strategy.lora_alpha is None else strategy.lora_alpha,
-        lora_dropout=_DROPOUT if strategy.lora_dropout is None else strategy.lora_dropout,
+        lora_dropout=strategy.lora_dropout or 0.0,
         target_modules=targets,
         exclude_modules=None if drafter is None else rf"(.*\.)?{drafter}(\..*)?",
         modules_to_save=None if drafter is None else [drafter],

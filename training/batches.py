@@ -158,13 +158,11 @@ def batches_by_tokens(
     order: Sequence[int],
     is_padded: bool = False,
     multiple: int = 1,
-    drop_last: bool = False,
 ) -> Batches:
     """Return batches of row numbers, which fill them in `order`, each of at most `budget` tokens, or of one row.
 
     A padded batch costs its longest row times its rows. Their number is a `multiple`, so that processes have equally
-    many: batches of the most rows are halved, as far as there are enough rows, or, with `drop_last`, the last ones,
-    and that which is not full, are left out.
+    many: batches of the most rows are halved, as far as there are enough rows.
     """
     batches = Batches()
     longest = total = 0
@@ -175,9 +173,6 @@ def batches_by_tokens(
             batches.append([])
             longest = total = lengths[row]
         batches[-1].append(row)
-    if drop_last and len(batches) > 1:
-        del batches[max(multiple, (len(batches) - 1) // multiple * multiple) :]
-        return batches
     while len(batches) % multiple and (most := max(batches, key=len))[1:]:
         number, half = batches.index(most), len(most) // 2
         batches[number : number + 1] = [most[:half], most[half:]]
@@ -313,7 +308,7 @@ class BatchingMixin(Trainer):
                 order.sort(key=lambda row: -costs[row])
         readers = max(1, args.world_size // self.get_tp_size())
         budget = self.tokens_per_batch or max(TOKENS_PER_BATCH, max(costs))
-        return batches_by_tokens(costs, budget, order, is_padded, readers, args.dataloader_drop_last)
+        return batches_by_tokens(costs, budget, order, is_padded, readers)
 
     def _row_reader(self, description: str) -> RowReader | None:
         """Return what reads rows of the collator; None where it alone knows what it reads, and gets all columns."""

@@ -274,7 +274,7 @@ def cache_features(
         The rows, to train with.
 
     Raises:
-        ValueError: A data set without rows, a directory with features of another backbone, data set or layers, a
+        ValueError: A directory with features of another backbone, data set or layers, a
             damaged index, states that are not finite, or a backbone that several processes hold together.
     """
     folder, facts = Path(folder), Path(folder) / INDEX
@@ -308,8 +308,6 @@ def cache_features(
 
 def _facts_of(source: BackboneStates) -> tuple[dict[str, object], list[int]]:
     """Return what a directory of features is made of, and the tokens of every row."""
-    if not len(source.data):
-        raise ValueError("data has no rows; at least one is needed")
     digest, lengths = hashlib.sha256(), list[int]()
     for row in map(source.text, range(len(source.data))):
         for name in row:

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,16 +114,13 @@ class Part:
 
 
 def write_part(folder: Path, of: str, start: int, lengths: Sequence[int], columns: Mapping[str, Tensor]) -> None:
-    """Write the file of the rows from `start` on; after an OSError, of a full disk for example, there is none."""
+    """Write the file of the rows from `start` on; after an error, of a full disk for example, there is none."""
     path, tensors = folder / _name(start), {**columns, _LENGTHS: torch.tensor(lengths)}
-    try:
-        with whole_file(path) as temporary:
-            temporary.touch()
-            mode = stat.S_IMODE(temporary.stat().st_mode)  # the umask's; safetensors' files are their owner's alone
-            save_file(tensors, temporary, {"of": of, "sum": str(checksum_of(tensors, start, of))})
-            temporary.chmod(mode)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{path} is not written ({one_line(error)}); other files are whole") from error
+    with whole_file(path) as temporary:
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)  # the umask's; safetensors' files are their owner's alone
+        save_file(tensors, temporary, {"of": of, "sum": str(checksum_of(tensors, start, of))})
+        temporary.chmod(mode)
 
 
 def _name(start: int) -> str:
@@ -141,24 +138,23 @@ def part_files(folder: str | Path) -> list[Path]:
 
 def read_parts(facts: Path, of: str, total: int, remedy: str) -> list[Part]:
     """Return the files of all rows beside the file of their facts; where one is missing, `remedy` writes it."""
-    parts = [Part(path, of) for path in part_files(facts.parent)]
-    if missing := _missing(parts, total):
+    parts, missing = _held(facts.parent, of, total)
+    if missing:
         held = f"{facts.parent} holds {total - len(missing)} of {total} rows of {facts.name}"
         raise ValueError(f"{held}: {_name(missing[0])} is missing; complete them with {remedy}")
     return parts
 
 
-def _missing(parts: Sequence[Part], total: int) -> list[int]:
-    """Return the rows that are in none of the parts, which are sorted."""
-    for one, other in pairwise(parts):
-        if one.stop > other.start:
-            raise ValueError(f"{one.path} and {other.path.name} both hold row {other.start}: remove one of them")
-    if parts and parts[-1].stop > total:
-        raise ValueError(f"{parts[-1].path} holds row {parts[-1].stop - 1}, and there are {total}: remove it")
-    is_there = np.zeros(total, bool)
-    for part in parts:
-        is_there[part.start : part.stop] = True
-    return np.flatnonzero(~is_there).tolist()
+def _held(folder: Path, of: str, total: int) -> tuple[list[Part], list[int]]:
+    """Return the files of rows, in their order, and the rows that are in none of them."""
+    parts, is_there = list[Part](), np.zeros(total, bool)
+    for path in part_files(folder):
+        with suppress(FileNotFoundError):  # another process has removed it, and this machine still lists it
+            parts.append(part := Part(path, of))
+            if part.stop > total or is_there[part.start : part.stop].any():
+                raise ValueError(f"{path} holds a row that another file holds, or one beyond {total}: remove it")
+            is_there[part.start : part.stop] = True
+    return parts, np.flatnonzero(~is_there).tolist()
 
 
 def complete(
@@ -176,14 +172,6 @@ def complete(
     processes goes on from the files of any other. Without `verify`, only headers and sizes of files are looked at.
     """
     folder = facts.parent
-
-    def missing() -> list[int]:
-        parts = []
-        for path in part_files(folder):
-            with suppress(FileNotFoundError):  # another process has removed it, and this machine still lists it
-                parts.append(Part(path, of))
-        return _missing(parts, total)
-
     with processes.stage():
         for path in part_files(folder):
             if zlib.crc32(path.name.encode()) % processes.world != processes.rank:
@@ -195,13 +183,13 @@ def complete(
                 path.unlink(missing_ok=True)
         for path in folder.glob(f"{PREFIX}rows-*") if processes.rank == 0 else ():  # of a writer that was killed
             path.unlink()
-    rows = of_first(missing)
+    rows = of_first(lambda: _held(folder, of, total)[1])
     batches = np.unique([row // batch_size for row in rows])
     mine = {*np.array_split(batches, processes.world)[processes.rank].tolist()}
     with processes.stage():
         write([row for row in rows if row // batch_size in mine])
     until = time.monotonic() + _VISIBLE  # a shared disk shows late what others have written
-    while processes.world > 1 and (not facts.exists() or missing()):
+    while processes.world > 1 and (not facts.exists() or _held(folder, of, total)[1]):
         if time.monotonic() >= until:
             raise FileNotFoundError(f"{folder}: process {processes.rank} of {processes.world} sees another disk")
         time.sleep(1)

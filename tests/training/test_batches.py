@@ -192,15 +192,10 @@ def test_joined_rows_begin_at_position_0_and_score_no_first_token():
     assert torch.equal(batch["input_ids"][0], torch.cat([row["input_ids"][:n] for row, n in zip(rows, lengths)]))
 
 
-def test_rows_of_one_length_are_stacked():
-    rows = rows_of([6, 6])
-    assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)
-
-
-@pytest.mark.parametrize("column", ["pixel_values", "position_ids"])
-def test_rows_that_cannot_be_joined_are_padded(column):
-    rows = rows_of([6, 4])
-    for row in rows:
+@pytest.mark.parametrize("column", ["pixel_values", "position_ids", None])
+def test_rows_that_cannot_be_joined_are_padded_and_those_of_one_length_stacked(column):
+    rows = rows_of([6, 6 if column is None else 4])
+    for row in rows if column else ():
         length = len(row["input_ids"])
         row[column] = torch.zeros(3, 2) if column == "pixel_values" else torch.arange(3, 3 + length)
     assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)

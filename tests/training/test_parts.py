@@ -191,6 +191,9 @@ def test_without_verification_only_sizes_are_looked_at(tmp_path):
     rows = kept(states(tmp_path))
     first, second, third, *_ = part_files(tmp_path)
     flip(first, -1)
+    DAMAGES["gone"](third)
+    with pytest.raises(ValueError, match=rf"holds \d+ of {ROWS} rows.*{third.name}"):
+        FeatureDataset(tmp_path)
     DAMAGES["cut"](second)
     with pytest.raises(ValueError, match=second.name):
         FeatureDataset(tmp_path, verify=False)
@@ -232,9 +235,6 @@ def test_a_killed_writer_goes_on_with_the_next_part(store, tmp_path, monkeypatch
         folder, number = tmp_path / str(number), number + 7
         more = killed(lambda folder=folder: store.write(folder), number)
         times = {path: path.stat().st_mtime_ns for path in part_files(folder)}
-        if more and (folder / store.facts).exists():
-            with pytest.raises(ValueError, match=rf"holds \d+ of {ROWS} rows"):
-                store.read(folder)
         assert equal(store.write(folder), store.rows) and equal(store.read(folder), store.rows)
         assert all(path.stat().st_mtime_ns == time for path, time in times.items())
         assert [*folder.glob(".*")] == []
@@ -255,7 +255,7 @@ def work(rank, world, folder, kind, slow):
     for stream in (1, 2):
         os.dup2(os.open(f"{folder}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=4)  # of collectives
+    limit = datetime.timedelta(seconds=6)  # of collectives
     init = f"file://{folder}.store"
     torch.distributed.init_process_group("gloo", init, rank=rank, world_size=world, timeout=limit)
     regeneration_module._SECONDS, code, write = 0.0, 1, write_part
@@ -264,7 +264,7 @@ def work(rank, world, folder, kind, slow):
     def slowly(*arguments):
         if slow == "fails" and rank == 0:
             raise OSError("No space left on device")
-        time.sleep(1.5 if slow == "waits" and rank == 0 else 0)
+        time.sleep(2.2 if slow == "waits" and rank == 0 else 0)
         write(*arguments)
         with Path(f"{folder}.{rank}.rows").open("a") as noted:
             noted.write(f"{len(arguments[3])}\n")

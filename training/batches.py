@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -343,14 +343,14 @@ class BatchingMixin(Trainer):
 
     def _joins(self) -> bool:
         """Return whether rows are joined here; a model that would mix what a collator has joined is refused."""
-        args, data, is_joined = self.args, self.train_dataset, self._is_joined_already
+        args, data, is_joined = self.args, cast(Any, self.train_dataset), self._is_joined_already
         if not self.joins_rows or args.n_gpu > 1 or not (is_joined or self.collates_rows()):
             return False
         is_cut = self.accelerator.dataloader_config.dispatch_batches or not hasattr(data, "__len__")
         if is_cut and args.world_size > 1 and not is_joined:  # accelerate stacks batches to cut them
             return False
         if self._unjoined_for is None:  # tried once: processes that shard a model hold parts of it later
-            row: Any = data[0] if hasattr(data, "__len__") else {}  # a stream might lose it
+            row = data[0] if hasattr(data, "__len__") else {}  # a stream might lose it
             with self.accelerator.autocast():  # as the forward that it prepares has it
                 found = [obstacle_to_joining(self._owner, row, args.device)]
             self._unjoined_for = str(broadcast_object_list(found)[0])

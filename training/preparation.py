@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
@@ -27,7 +27,7 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     Return the model to train: this one; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
     the model within peft's.
     """
-    owner: Any = without_peft(model)
+    owner = without_peft(model)
     if not (isinstance(owner, BaseDrafter) and isinstance(owner, TrainableDrafter)):
         raise TypeError(f"strategy= is for heads, modules and EvaByteForMTPC, not for a {type(owner).__name__}")
     set_loss_options(owner, strategy.loss)
@@ -42,7 +42,7 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     if strategy.train != "drafter":
         check_no_adapters(model, type(owner).__name__, strategy)
     if strategy.train != "lora":
-        owner.train_only(strategy.train)
+        cast(Any, owner).train_only(strategy.train)
         return model
     [drafter] = owner.parts().values()
     name = next(name for name, module in model.named_modules() if module is drafter)

@@ -174,7 +174,7 @@ def regenerate(
             found = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
             yield {row: new for row, new in enumerate(found, start) if row in missing}
 
-    complete(facts, digest, len(ids), write, "outputs of the backbone", processes, batch_size)
+    complete(facts, digest, len(ids), write, processes, batch_size)
     return RegeneratedText(folder)
 
 

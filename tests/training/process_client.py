@@ -1,8 +1,8 @@
 """Run by several processes: every kind of model takes a few steps, and losses and weights are written down.
 
-torchrun --nproc-per-node 2 -m tests.training.process_client FOLDER NAME...
+accelerate launch --config_file examples/accelerate/fsdp2.yaml -m tests.training.process_client FOLDER NAME...
 
-With accelerate's config of FSDP2 the model is sharded, and one run goes on from a sharded checkpoint.
+With this config the model is sharded, and one run goes on from a sharded checkpoint.
 """
 
 import json
@@ -116,8 +116,14 @@ def shard_on_cpus() -> None:
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+def join(rank: int, port: int, folder: Path, names: list[str]) -> None:
+    """Be one of two processes that no launcher has started."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    main(folder, names)
+
+
+def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     if _shards():
         shard_on_cpus()
@@ -132,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -22,7 +22,7 @@ from tests.ptp_models import Places, backbone, student
 from tests.training.conftest import ragged_rows, small_model
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.training.acceptance_callback import AcceptanceCallback
-from tokenahead.training.ptp import tasks
+from tokenahead.training.ptp import trainer as ptp
 from tokenahead.training.ptp.trainer import PTPTrainer
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
@@ -88,7 +88,7 @@ def make_trainer(name: str, folder: Path, processes: int, size: int, **options):
 def run(name: str, folder: Path, processes: int, size: int) -> None:
     """Three steps of one model; files `NAME.json` and `NAME.safetensors`, and, of shards, the directory
     `NAME_whole`."""
-    drawn, tasks.RandomDraws = tasks.RandomDraws, lambda _: Places()  # what a step draws must not depend on the rank
+    drawn, ptp.RandomDraws = ptp.RandomDraws, lambda _: Places()  # what a step draws must not depend on the rank
     try:
         trainer = make_trainer(name, folder, processes, size, **({"save_steps": 2} if _shards() else {}),
                                save_strategy="steps" if _shards() else "no")  # fmt: skip
@@ -98,7 +98,7 @@ def run(name: str, folder: Path, processes: int, size: int) -> None:
             trainer = make_trainer(name, folder, processes, size)
             trainer.train(resume_from_checkpoint=str(folder / f"{name}_run" / "checkpoint-2"))
     finally:
-        tasks.RandomDraws = drawn
+        ptp.RandomDraws = drawn
     weights = trainer.accelerator.get_state_dict(trainer.model)  # all processes take part in it
     if trainer.is_world_process_zero():
         history = [{key: entry[key] for key in KEPT if key in entry} for entry in trainer.state.log_history]

@@ -65,7 +65,6 @@ class EagleSession(DraftSession):
         self.pending: _FixedPairs | None = None
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
         self.view, prompt, options = view, self._features(outputs.hidden_states), self.options  # [B, L, d]
         span = 1 + self.num_tokens if options.draft_tree is None else most_nodes(options)
         self.layout = drafter_layout(view, prompt.shape[1], options.max_length, span, "eagle")
@@ -77,7 +76,6 @@ class EagleSession(DraftSession):
             self.prompt = prompt
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Pair the features of the accepted path with the tokens after them."""
         new = self.view.new_tokens
         if self.pending is not None:
             self.pending.take(self._features(outputs.hidden_states), new.on_device)
@@ -118,8 +116,7 @@ class EagleSession(DraftSession):
             self.layout.keep(new)
 
     def _run(self, features: Tensor, ids: Tensor, seen: Tensor | None = None, level: int = 0) -> Tensor:
-        """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen` of all
-        levels."""
+        """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen`."""
         layout, size = self.layout, ids.shape[1]
         if seen is None:
             positions, mask = layout.next_rows(size)  # [B, P], [B, 1, P, W]
@@ -132,10 +129,13 @@ class EagleSession(DraftSession):
         return features
 
     def _chain(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Return a chain of up to `length` tokens after features [B, 1, d]; it ends with a token that no sequence is
-        sure of."""
-        if self.head.config.mask_token_id is not None:
-            return self._chain_at_once(features, length, masks)
+        """Return a chain of up to `length` tokens after features [B, 1, d], or to one that no sequence is sure of."""
+        if self.head.config.mask_token_id is not None:  # P-EAGLE: it replaces all tokens but the first one
+            if length > 1:
+                masked = self.head.masked(len(features), length - 1)  # [B, m - 1, d]
+                features = torch.cat([features, self._run(*masked)], dim=1)  # [B, m, d]
+            logits = self.head.draft_logits(features)  # [B, m, v]
+            return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 
         def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
             nonlocal features
@@ -144,14 +144,6 @@ class EagleSession(DraftSession):
             return self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
 
         return grow_chain(step, self.options, length)
-
-    def _chain_at_once(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Return the chain of a P-EAGLE head: a mask token replaces all tokens but the first one."""
-        if length > 1:
-            masked = self.head.masked(len(features), length - 1)  # [B, m - 1, d]
-            features = torch.cat([features, self._run(*masked)], dim=1)  # [B, m, d]
-        logits = self.head.draft_logits(features)  # [B, m, v]
-        return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 
 
 class _FixedPairs:

@@ -38,10 +38,7 @@ Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
 
 
 class ForeignLayoutsMixin(DraftModel):
-    """Adds loading of other layouts, and saving in the one that `config.layout` names; `"tokenahead"` is ours.
-
-    A class that uses it loads by `load_stored`, and offers `read_foreign` and `in_layout`.
-    """
+    """Adds loading of other layouts by `load_stored`, and saving in the one that `config.layout` names."""
 
     config_class: ClassVar[type[PreTrainedConfig]]
     lm_head: nn.Linear
@@ -51,16 +48,13 @@ class ForeignLayoutsMixin(DraftModel):
 
     @property
     def loss_options(self) -> Any:
-        """Options of the loss of `forward`, `EagleLossOptions` or `BlockLossOptions`."""
         return self.config.loss_options
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone of other sizes, or that no such drafter fits."""
         check_kind(backbone)
         super().check_backbone(backbone)
         if has_own_cache(backbone):
-            kind = type(backbone).__name__
-            raise ValueError(f"backbone: {kind} has its own cache class, whose columns a drafter's cannot follow")
+            raise ValueError(f"backbone: the cache of a {type(backbone).__name__} is its own, which no drafter follows")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, and take over its special ids."""
@@ -89,8 +83,7 @@ class ForeignLayoutsMixin(DraftModel):
     ) -> Stored:
         """Return what a directory or repository in another layout holds, by its config.json (`raw`) and its tensors.
 
-        `fields` replace the checkpoint's, where they are not None; `ignored` fields are passed over; `hub` has
-        `revision`, `token`, ...
+        `fields` replace the checkpoint's, where they are not None; `ignored` ones are passed over.
         """
         raise NotImplementedError
 
@@ -99,15 +92,7 @@ class ForeignLayoutsMixin(DraftModel):
         raise NotImplementedError
 
     def export(self, folder: str | PathLike, layout: str) -> None:
-        """Write a checkpoint for another library or engine.
-
-        Args:
-            folder: The directory.
-            layout: One of `EagleHeadConfig.layout`, or of `BlockDrafterConfig.layout`.
-
-        Raises:
-            ValueError: An option of this drafter that the layout cannot hold.
-        """
+        """Write a checkpoint in another layout, one of those of `EagleHeadConfig` or of `BlockDrafterConfig`."""
         with whole_directory(folder) as directory:
             self._write_layout(directory, layout, self.state_dict())
 
@@ -172,6 +157,5 @@ class ForeignLayoutsMixin(DraftModel):
 
     def without_code(self) -> str | None:
         """Return why no code can be saved in layouts of other libraries."""
-        layout = self.config.layout
-        reason = f"layout={layout!r} is for other tools, and config.layout decides"
-        return super().without_code() if layout == "tokenahead" else reason
+        is_own = self.config.layout == "tokenahead"
+        return super().without_code() if is_own else f"layout={self.config.layout!r} is for other tools"

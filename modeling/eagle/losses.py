@@ -83,13 +83,6 @@ class TrainingBatch:
         last = values.shape[1] - 1
         return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
 
-    @property
-    def lengths(self) -> Tensor:
-        """Length of every token's document, [B, L]; of padding any number above 0."""
-        numbers = self.documents.clamp(min=0)
-        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
-        return sizes.gather(1, numbers).clamp(min=1)
-
     def counted(self, step: int) -> Tensor:
         """Return which rows of a step have a target, [B, num_rows] bool."""
         rows = self.num_rows
@@ -113,12 +106,14 @@ def eagle_loss(
     options: ResolvedEagleOptions,
     num_items: Tensor | None = None,
 ) -> EagleOutput:
-    """Return the loss of a head, and the losses of its steps, from the features [B, L, d] that `head.fuse` makes.
+    """Return the loss of a head, and of its steps, from the features [B, L, d] that `head.fuse` makes.
 
-    `num_items` are the rows with targets per step over all micro-batches, [steps]; None: those of the batch.
+    `num_items` [steps] are the rows with targets over all micro-batches; None: those of the batch.
     """
     if options.noise and head.training:
-        width = options.noise * 512 / batch.lengths[..., None]
+        numbers = batch.documents.clamp(min=0)
+        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (batch.documents >= 0).long())
+        width = options.noise * 512 / sizes.gather(1, numbers).clamp(min=1)[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     counts = counts_per_step(batch, options)
     weights = step_weights(counts if num_items is None else num_items, options, features)
@@ -258,9 +253,8 @@ def product_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return the terms of rows as `row_terms` does, [N, 3], and the gradient [N, d] of their normed features [N, d].
 
-    Both are products of matrices, which need no autograd: with logits W z, z = norm(x), the loss w D(p, q) has the
-    gradient g = w (q - p) of the logits; that of z is g W, and that of W is g^T z, which is added to `total` [Vd, d] in
-    place. `weights` [N] are the factors w of the rows.
+    Without autograd: with logits W z, z = norm(x), and w of `weights` [N], the loss w D(p, q) has the gradient
+    g = w (q - p) of the logits; that of z is g W, and that of W is g^T z, which is added to `total` [Vd, d] in place.
     """
     logits, weight = head.lm_head(normed), head.lm_head.weight
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -311,12 +305,10 @@ class Steps:
         self.totals: dict[Tensor, Tensor] = {}
         self.counted = torch.stack([batch.counted(step) for step in range(options.steps)])  # [S, B, rows]
         self.counted_on_host = self.counted.cpu()  # an accelerator waits here, once for all steps and blocks
-        documents = batch.documents
-        starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        self.first = starts[:, : batch.num_rows]
-        places = torch.arange(batch.num_rows, device=starts.device)
-        of_documents = torch.where(self.first, places, 0).cummax(1).values  # [B, rows]
-        self.lowest: list[int] = of_documents.amin(0).tolist()
+        changes = batch.documents[:, 1:] != batch.documents[:, :-1]
+        self.first = nn.functional.pad(changes, (1, 0), value=True)[:, : batch.num_rows]
+        places = torch.where(self.first, torch.arange(batch.num_rows, device=changes.device), 0)  # [B, rows]
+        self.lowest: list[int] = places.cummax(1).values.amin(0).tolist()
         """The first column that any sequence's row sees, by row."""
         part = head.draft_vocabulary
         self.columns = batch.labels if part is None else part.columns(batch.labels, -1)  # [B, L]
@@ -463,8 +455,7 @@ class Steps:
 
     def _teacher(self, start: int, stop: int) -> tuple[Teacher, Tensor]:
         """Return what all steps of a block learn, and where step i of row t finds it: at [b, t - start + i]."""
-        batch = self.batch
-        counted = self.counted_on_host[:, :, start:stop]
+        batch, counted = self.batch, self.counted_on_host[:, :, start:stop]
         is_read = counted.new_zeros(counted.shape[1], stop - start + len(counted) - 1)  # [B, R + S - 1]
         for step, each in enumerate(counted):
             is_read[:, step : step + each.shape[1]] |= each

@@ -1,10 +1,8 @@
 """The network of an EAGLE head: transformers' Llama layers; the first one differs by version.
 
 Version 1 (EAGLE-1, EAGLE-2, HASS) merges embedding and feature before a layer without input norm. In version 3 the
-first layer's attention reads both, normed. The embedding comes first in either.
-
-Row t takes the backbone's feature f_t and the embedding of token x_{t+1}, at position t, and predicts x_{t+2}; its
-output is the feature of the next row while drafting.
+first layer's attention reads both, normed. Row t takes the backbone's feature f_t and the embedding of token x_{t+1},
+at position t, and predicts x_{t+2}; its output is the feature of the next row while drafting.
 """
 
 from __future__ import annotations
@@ -68,12 +66,9 @@ class EagleNetwork(DraftModel):
     """The parameters of an EAGLE head, and its forward for rows, which drafting and training share.
 
     The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
-
-    Attributes:
-        hidden_layers: Indices of the `hidden_states` of its backbone that `fuse` reads; -1: the last one.
     """
 
-    hidden_layers: int | list[int]
+    hidden_layers: int | list[int]  # of `hidden_states` of its backbone, which `fuse` reads; -1: the last one
     config: EagleHeadConfig
     config_class = EagleHeadConfig
 
@@ -147,18 +142,11 @@ class EagleNetwork(DraftModel):
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Run rows of the head and return their logits.
+        """Return features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, or -inf.
 
-        Args:
-            features: [B, R, d], from `fuse` for known tokens, or the output of earlier rows.
-            next_ids: [B, R] int64; row t is the pair of feature t and the token after it.
-            position_ids: [B or 1, R]; None: the number of real columns of the mask before each row.
-            attention_mask: [B, past + R], 0 for padding, or boolean [B, 1, R, past + R].
-            past_key_values: The head's own cache, which is extended.
-            logits_to_keep: Number of last rows whose logits are returned; 0: all.
-
-        Returns:
-            Features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, or -inf.
+        Row t is the pair of feature t (of `fuse`, or an output) and the token after it, `next_ids` [B, R]. Without
+        `position_ids` the real columns of the mask before a row are counted; `attention_mask` is [B, past + R], or bool
+        [B, 1, R, past + R]; `past_key_values`, the head's own cache, is extended; of 0 `logits_to_keep` all are.
         """
         features = self.rows(features, next_ids, position_ids, attention_mask, past_key_values)
         return features, self.spread(self.draft_logits(features[:, -logits_to_keep:]))

@@ -254,19 +254,6 @@ def test_the_length_of_drafts_is_saved_and_an_option_of_a_call_overrides_it(tmp_
         EagleHeadConfig(draft_length=0)
 
 
-def test_a_head_must_be_attached():
-    head = EagleHead(EagleHeadConfig(hidden_size=32, num_attention_heads=4, vocab_size=64))
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        head(IDS, labels=IDS)
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        head.generate(IDS)
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        tiny_backbone().generate(IDS, assistant_model=head, max_new_tokens=2)
-    head.attach(tiny_backbone())
-    with pytest.raises(RuntimeError, match=r"detach\(\)"):
-        head.attach(tiny_backbone())
-
-
 def test_a_backbone_with_its_own_cache_is_refused(trained):
     with pytest.raises(ValueError, match="cache"):
         EagleHead.from_backbone(trained, version=1)

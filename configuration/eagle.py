@@ -53,7 +53,7 @@ class EagleHeadConfig(LlamaConfig):
     base_model_tp_plan = None
     base_model_pp_plan = None
     keys_to_ignore_at_inference = [
-        *("cache", "past_key_values", "hidden_states", "step_losses", "head_losses", "acceptances"),
+        *("cache", "past_key_values", "hidden_states", "step_losses", "head_losses", "acceptances")
     ]
 
     version: int = 3

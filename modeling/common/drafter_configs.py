@@ -127,12 +127,7 @@ def verifier_fields(verifier: Fields) -> Fields:
 def speculators_fields(config: Any, kind: str, name: str, layers: Fields, tokens: int) -> Fields:
     """Return the fields of a `speculators_model_type`, of a class `name`, with a config of its `layers`."""
     verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    proposal = dict(proposal_type="greedy", speculative_tokens=tokens, verifier_accept_k=1, accept_tolerance=0.0)
     width = config.target_hidden_size
     return ({} if width == config.hidden_size else {"target_hidden_size": width}) | {
         "architectures": [name],

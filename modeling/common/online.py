@@ -153,13 +153,8 @@ class OnlineLearner(Recorder):
         self.recorded = cast(BaseDrafter, drafter)
         if self.recorded.recorder is not None:
             raise ValueError(f"drafter: this {type(drafter).__name__} learns online already; freeze() that learner")
-        self.learning_rate, self.rows, self.updates, self.every, self.budget = (
-            learning_rate,
-            rows,
-            updates,
-            every,
-            budget,
-        )
+        self.learning_rate, self.rows, self.updates = learning_rate, rows, updates
+        self.every, self.budget = every, budget
         counts = dict.fromkeys(("rows", "updates", *(() if every is None else ("every",))), "[1, inf)")
         check_values(self, {}, counts | {"learning_rate": "[0, inf)", "budget": "[0, 1]"})
         self.drafter, self.buffer = drafter, OnlineBuffer(capacity)

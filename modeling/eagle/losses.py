@@ -293,12 +293,7 @@ class Steps:
     learns = False
 
     def __init__(
-        self,
-        head: EagleNetwork,
-        batch: TrainingBatch,
-        options: ResolvedEagleOptions,
-        weights: Tensor,
-        features: Tensor,
+        self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions, weights: Tensor, features: Tensor
     ) -> None:
         self.head, self.batch, self.options, self.features = head, batch, options, features
         self.parameters: list[Tensor] = [each for each in head.parameters() if each.requires_grad]

@@ -12,15 +12,7 @@ import torch
 
 from tests.every_model import every_model, llama, moved_heads
 from tests.kills import before_operation, killed, no_space
-from tokenahead import (
-    AssistantDrafter,
-    EagleHead,
-    EvaByteTokenizer,
-    MTPHeadConfig,
-    MTPHeads,
-    PTPStudent,
-    SuffixDrafter,
-)
+from tokenahead import AssistantDrafter, EagleHead, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPStudent, SuffixDrafter
 from tokenahead.generation.tensors import saving
 from tokenahead.modeling.heads.joint import JointMTPModel
 

@@ -168,10 +168,7 @@ def test_a_head_that_lacks_tensors_is_still_a_head(tmp_path):
 
 
 def test_bad_draft_vocabularies_of_our_own_layout_are_refused(tmp_path):
-    for offsets, message in [
-        (torch.full((48,), 60), "d2t .*107"),
-        (-torch.arange(48), "d2t .*once"),
-    ]:
+    for offsets, message in [(torch.full((48,), 60), "d2t .*107"), (-torch.arange(48), "d2t .*once")]:
         head = EagleHead.from_pretrained(OFFICIAL)
         head.config.layout = "tokenahead"
         head.d2t.copy_(offsets)

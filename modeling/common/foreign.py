@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -43,6 +43,10 @@ class ForeignLayoutsMixin(DraftModel):
     config_class: ClassVar[type[PreTrainedConfig]]
     lm_head: nn.Linear
     embed_tokens: nn.Embedding
+    read_foreign: Callable[..., Stored]
+    """From name, config.json, options of the hub, fields in place of the checkpoint's, and fields to pass over."""
+    in_layout: Callable[..., tuple[Fields, dict[str, Tensor]]]
+    """From a layout and all tensors of the drafter, config.json and tensors of a checkpoint in it."""
     _supports_sdpa = True
     drafts_trees, attends, not_served = True, True, None
 
@@ -76,20 +80,6 @@ class ForeignLayoutsMixin(DraftModel):
             if "embed_tokens" in self._modules and self.embed_tokens.weight.shape == table.shape:
                 self.embed_tokens.weight.copy_(table)
         return self
-
-    @classmethod
-    def read_foreign(
-        cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
-    ) -> Stored:
-        """Return what a directory or repository in another layout holds, by its config.json (`raw`) and its tensors.
-
-        `fields` replace the checkpoint's, where they are not None; `ignored` ones are passed over.
-        """
-        raise NotImplementedError
-
-    def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
-        """Return config.json and tensors of a checkpoint in another layout, from all tensors of the drafter."""
-        raise NotImplementedError
 
     def export(self, folder: str | PathLike, layout: str) -> None:
         """Write a checkpoint in another layout, one of those of `EagleHeadConfig` or of `BlockDrafterConfig`."""

@@ -95,7 +95,7 @@ class DraftModel(OwnLossMixin, StrictLoadingMixin, AttachableDrafter, PreTrained
     def _run_backbone(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, logits: int | Tensor = 1
     ) -> Any:
-        """Return the backbone's outputs, with states that the drafter reads; else than `position_ids`, tokens count."""
+        """Return the backbone's outputs, with the states that the drafter reads; by default real tokens are counted."""
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)
         layers = [*dict.fromkeys([*self.learning_layers, -1])]

@@ -83,9 +83,6 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
             draft_vocab_size: Vd: the first Vd tokens are drafted, unless `draft_ids` is set.
             draft_ids: [Vd] distinct token ids, usually the most frequent tokens of outputs.
             **options: Further fields of `EagleHeadConfig`; sizes and rope default to the backbone's.
-
-        Raises:
-            ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
         """
         backbone = unwrap(backbone)
         if draft_ids is not None:

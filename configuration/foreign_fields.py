@@ -98,7 +98,7 @@ class FieldTable:
         known = {"": top.union(self.known.get("", ()))} | dict.fromkeys(ROPE_LEVELS, of_rope)
         return replace(self, layout="deepspec", known={**self.known, **known})
 
-    def unread(self, raw: Raw, level: str = "") -> Iterator[tuple[str, Any]]:
+    def unread(self, raw: Raw, level: str = "") -> Iterator[tuple[str, object]]:
         """Yield the dotted paths and values of fields that are neither read nor known to change nothing."""
         levels, known = {*self.read, *self.known}, [*CHANGES_NOTHING, *self.known.get(level, ())]
         for name, value in raw.items():
@@ -175,7 +175,7 @@ def agreed(owner: object, raw: Raw, *paths: str, meanings: Mapping[str, Callable
         *paths: Dotted paths of the fields; null and empty ones say nothing.
         meanings: By path or last name, what makes a field's value that of the first field; null: it says nothing.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for path in paths:
         value, known = stated(raw, path), meanings or {}
         if value is None or value == [] or value == {}:

@@ -128,7 +128,7 @@ class _SummedWeights(TorchFunctionMode):
         super().__init__()
         self.totals, self.anchor = totals, anchor
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, is_map = kwargs or {}, func in (nn.functional.linear, nn.functional.embedding)
         if is_map and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled():
             if func is nn.functional.embedding:

@@ -165,7 +165,7 @@ class StrictLoadingMixin:
         super().save_pretrained(directory, is_main_process, state_dict, **kwargs)
 
 
-def stored_kinds() -> dict[str | None, Any]:
+def stored_kinds() -> dict[str | None, type[StrictLoadingMixin]]:
     """Return the classes of drafters that are saved without a backbone, by the model_type of their directories."""
     apart = (kind for kind in DRAFTERS.values() if kind.is_apart and issubclass(kind, StrictLoadingMixin))
     return {kind.config_class.model_type: kind for kind in apart}

@@ -229,9 +229,8 @@ class OnlineLearner(Recorder):
         policy = self.drafter.policy
         is_managed = is_fsdp_managed_module(policy) and not (self.part is self.drafter and is_unit(policy))
         if is_managed or is_deepspeed_zero3_enabled():
-            raise ValueError(
-                "drafter: it cannot learn while the policy is sharded so; with fsdp_version=2 one apart can"
-            )
+            name = type(policy).__name__
+            raise ValueError(f"drafter: it cannot learn while {name} is sharded so; with fsdp_version=2 one apart can")
 
     def _step(self) -> float | None:
         """Take one step of the optimizer; None: no process has a sequence."""

@@ -128,7 +128,7 @@ class _SummedWeights(TorchFunctionMode):
         super().__init__()
         self.totals, self.anchor = totals, anchor
 
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Callable, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, is_map = kwargs or {}, func in (nn.functional.linear, nn.functional.embedding)
         if is_map and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled():
             if func is nn.functional.embedding:
@@ -151,7 +151,7 @@ def chunked_sums(
     gather(module.modules())
     parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parameters: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     size, device = rows_per_chunk(logits_per_position, states[0].device, together), parts[0].weights.device
 
     def made(needed: list[bool]) -> Made:

@@ -269,7 +269,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         output.logits = logits
         return output
 
-    def _run_backbone(self, input_ids: Tensor, *given: Tensor | None) -> Any:
+    def _run_backbone(self, input_ids: Tensor, *given: Any) -> Any:
         """Return the backbone's outputs, with the logits of the last position alone."""
         return super()._run_backbone(input_ids, *given[:2])
 

@@ -31,7 +31,8 @@ from ...generation.tensors.wrapped_models import (
     same_backbone,
 )
 from ..common.loading import StrictLoadingMixin
-from ..common.outputs import OwnLossMixin, PTPOutput
+from ..common.online import OwnLossMixin
+from ..common.outputs import PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .conversion import OfficialRun, write_run

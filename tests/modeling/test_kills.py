@@ -12,15 +12,7 @@ import torch
 
 from tests.every_model import every_model, llama, moved_heads
 from tests.kills import before_operation, killed, no_space
-from tokenahead import (
-    AssistantDrafter,
-    EagleHead,
-    EvaByteTokenizer,
-    MTPHeadConfig,
-    MTPHeads,
-    PTPStudent,
-    SuffixDrafter,
-)
+from tokenahead import AssistantDrafter, EagleHead, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPStudent, SuffixDrafter
 from tokenahead.generation.tensors import saving
 from tokenahead.modeling.heads.joint import JointMTPModel
 
@@ -120,12 +112,6 @@ def test_a_kill_leaves_one_version(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_kills_leave_one_version_each(kind, tmp_path):
-    check_kills(kind, tmp_path / "saved", 25, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 def test_kills_at_any_time_leave_one_version_each(kind, tmp_path):
     """200 in all, of processes that save in a loop."""
     torch.set_num_threads(1)
@@ -208,18 +194,6 @@ def test_exports_of_heads_are_one_version_and_write_through_no_link(head_type, l
         saving.finish(folder)
         assert {name: (folder / name).read_bytes() for name in names} in (before, after), number
     assert (folder / "notes.txt").exists() and hidden(folder) == []
-
-
-@pytest.mark.parametrize("layout", ["vllm", "official", "sglang"])
-def test_exports_of_eagle_heads_write_through_no_link(layout, tmp_path):
-    head = EagleHead.from_backbone(llama(), version=1)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "precious").write_text("precious")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "out" / name).symlink_to(tmp_path / "precious")
-    head.export(tmp_path / "out", layout)
-    assert (tmp_path / "precious").read_text() == "precious"
-    assert isinstance(EagleHead.from_pretrained(tmp_path / "out"), EagleHead)
 
 
 def test_an_export_that_is_refused_leaves_nothing(tmp_path, monkeypatch):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -68,9 +67,7 @@ def letters(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@cache
-def _root() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="tokenahead-verify-")  # removed when the process ends
+_folder = cache(partial(TemporaryDirectory, prefix="tokenahead-verify-"))  # removed when the process ends
 
 
 @cache
@@ -84,25 +81,12 @@ def model_with_modules(seed: int = 0, vocab_size: int = 6) -> PreTrainedModel:
         first_k_dense_replace=2, num_nextn_predict_layers=2, max_position_embeddings=128, initializer_range=0.5,
         pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    folder = Path(_root().name) / f"modules-{seed}-{vocab_size}"
+    folder = f"{_folder().name}/{seed}-{vocab_size}"
     DeepSeekMTP(config).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     model.generation_config.eos_token_id = None
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\."]  # by which `use_mtp` finds the modules
     return model.eval()
-
-
-@cache
-def block_folder(model: PreTrainedModel) -> Path:
-    """Return a folder with a random DFlash drafter of a model, in z-lab's layout."""
-    torch.manual_seed(2)
-    drafter = BlockDrafter.from_backbone(
-        model, law="independent", sample_from_anchor=False, layers=1, block_size=4, feature_layers=[1], mask_token_id=1
-    )
-    folder = Path(_root().name) / f"block-{id(model)}"
-    drafter.export(folder, layout="z-lab")
-    drafter.detach()
-    return folder
 
 
 @torch.no_grad()
@@ -114,9 +98,7 @@ def disturbed(model: PreTrainedModel, by: float = 0.15) -> PreTrainedModel:
     return twin
 
 
-@cache
-def _assistant(model: PreTrainedModel) -> PreTrainedModel:
-    return disturbed(model)
+_assistant = cache(disturbed)
 
 
 def plain(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
@@ -126,17 +108,6 @@ def plain(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tenso
 
 def _assisted(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
     return plain(model, input_ids, assistant_model=_assistant(model), **options)
-
-
-class OnModels(NamedTuple):
-    """A decoding function, and what makes the small models that the kit takes for it in place of its own."""
-
-    decode: Decoder
-    small_model: MakesModel
-
-    def __call__(self, model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
-        """Decode."""
-        return self.decode(model, input_ids, **options)
 
 
 def drafted_by(made: Callable[[PreTrainedModel], AttachableDrafter], **own: Any) -> Decoder:
@@ -152,35 +123,30 @@ def drafted_by(made: Callable[[PreTrainedModel], AttachableDrafter], **own: Any)
     return decode
 
 
-def _shaken(drafter: Any) -> Any:
-    draws = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for each in drafter.parameters():
-            each.add_(torch.randn(each.shape, generator=draws).to(each) * 0.1)
-    return drafter.eval()
-
-
-def _eagle(model: PreTrainedModel) -> Any:
-    return _shaken(EagleHead.from_backbone(model, aux_layers=[0, 1, 2]))
-
-
+block_drafter = partial(
+    BlockDrafter.from_backbone, law="independent", sample_from_anchor=False, layers=1, block_size=4, feature_layers=[1],
+    mask_token_id=1,
+)  # fmt: skip
+"""Makes a DFlash drafter of a model."""
+_heads = partial(MTPHeads.from_backbone, unembedding="own")
+_eagle = partial(EagleHead.from_backbone, aux_layers=[0, 1, 2])
+_use_mtp = partial(plain, use_mtp=True)
+setattr(_use_mtp, "small_model", model_with_modules)  # noqa: B010
 DECODERS: dict[str, Decoder] = {
     "transformers: plain": plain,
     "transformers: assistant": _assisted,
     "transformers: prompt lookup": partial(plain, prompt_lookup_num_tokens=3),
-    "transformers: use_mtp": OnModels(partial(plain, use_mtp=True), model_with_modules),
+    "transformers: use_mtp": _use_mtp,
     "ngram": drafted_by(lambda model: NgramDrafter(num_tokens=6)),
     "suffix": drafted_by(lambda model: SuffixDrafter(num_tokens=6)),
     "recycling": drafted_by(lambda model: RecyclingDrafter()),
     "lookahead": drafted_by(lambda model: LookaheadDrafter(5, 4, 4)),
     "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),
     "assistant, by token": drafted_by(lambda model: AssistantDrafter(_assistant(model)), verification="token"),
-    "heads": drafted_by(lambda model: _shaken(MTPHeads.from_backbone(model, unembedding="own"))),
-    "hmm heads": drafted_by(
-        lambda model: _shaken(MTPHeads.from_backbone(model, head_type="hmm", rank=2, unembedding="own"))
-    ),
+    "heads": drafted_by(_heads),
+    "hmm heads": drafted_by(partial(_heads, head_type="hmm", rank=2)),
     "EAGLE": drafted_by(_eagle),
-    "dflash": drafted_by(lambda model: BlockDrafter.from_pretrained(block_folder(model)).to(model.dtype).eval()),
+    "dflash": drafted_by(block_drafter),
     "EAGLE, as a tree": drafted_by(_eagle, draft_tree={"depth": 3, "top_k": 2, "total_tokens": 6}),
 }
 """What `tokenahead verify` looks at, by name."""

@@ -23,13 +23,13 @@ from ..utils import escaped, one_line
 _STYLES = {KEPT: "green", REFUSED: "dim", BROKEN: "bold red"}
 
 
-def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[str, list[Verified]]:
+def run_verify(request: VerifyRequest) -> dict[str, list[Verified]]:
     """Look decoding functions over, and show what each keeps.
 
     Raises:
         ValueError: No such function.
     """
-    console = console or Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     wanted = request.decoders or ([] if request.function else [*DECODERS])
@@ -37,9 +37,11 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
         raise ValueError(f"--decoders {unknown[0]}: choose of {', '.join(map(repr, DECODERS))}")
     decoders = {name: DECODERS[name] for name in wanted} | {name: _found(name) for name in request.function or []}
     found = {name: verify(decode, request.samples) for name, decode in decoders.items()}
-    if request.json or request.markdown:
+    if request.json:
         values = {name: [asdict(each) for each in checks] for name, checks in found.items()}
-        console.print(json.dumps(values) if request.json else _markdown(found), markup=False, soft_wrap=True)
+        console.print(json.dumps(values), markup=False, soft_wrap=True)
+    elif request.markdown:
+        console.print(_markdown(found), markup=False, soft_wrap=True)
     else:
         show(console, found)
     return found
@@ -55,8 +57,6 @@ def _found(name: str) -> Decoder:
         raise ValueError(f"--function {name}: no such function as MODULE:NAME ({one_line(error)})") from error
     finally:
         sys.path.remove(here)
-    if not callable(found):
-        raise ValueError(f"--function {name}: it is no function, but a {type(found).__name__}")
     return found
 
 
@@ -66,11 +66,8 @@ def is_others(name: str) -> bool:
 
 
 def show(console: Console, found: dict[str, list[Verified]]) -> None:
-    """Print a table for each function, or why all of it is refused, how many keep all, and what others break."""
+    """Print a table for each function, how many keep all, and what others break."""
     for name, checks in found.items():
-        if len({(each.result, each.words) for each in checks}) == 1 and checks[0].result == REFUSED:
-            console.print(f"{name}: {REFUSED}: {checks[0].words}\n", markup=False)
-            continue
         table = Table("check", "", "", title=name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for each in checks:
             table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
@@ -78,10 +75,9 @@ def show(console: Console, found: dict[str, list[Verified]]) -> None:
     broken = {name: [each.check for each in checks if each.result == BROKEN] for name, checks in found.items()}
     whole = sum(not checks for checks in broken.values())
     console.print(f"{whole} of {len(found)} keep all that they do not refuse.", markup=False)
-    for name, checks in broken.items():
-        if checks:
-            known = " (not ours, known)" * is_others(name)
-            console.print(f"{name}: {', '.join(checks)} {BROKEN}{known}", markup=False)
+    for name in filter(broken.get, broken):
+        known = " (not ours, known)" * is_others(name)
+        console.print(f"{name}: {', '.join(broken[name])} {BROKEN}{known}", markup=False)
 
 
 def _markdown(found: dict[str, list[Verified]]) -> str:

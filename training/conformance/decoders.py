@@ -1,25 +1,16 @@
-"""Decoding functions to verify, and small models: plain decoding, transformers' own drafts, this library's drafters."""
+"""Decoding functions to verify, and a small model: plain decoding, transformers' drafts, this library's drafters."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from functools import cache, partial
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    GenerationMixin,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter
@@ -28,7 +19,7 @@ from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.wrapped_models import untyped
-from ...modeling import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
+from ...modeling import BlockDrafter, EagleHead, MTPHeads
 
 
 class Decoder(Protocol):
@@ -41,10 +32,6 @@ class Decoder(Protocol):
         `eos_token_id`, `stop_strings` with `tokenizer`, `repetition_penalty`, `logits_processor`, ...
         """
         ...
-
-
-MakesModel = Callable[[int, int], PreTrainedModel]
-"""Makes a small model in float64 from a seed and the size of its vocabulary."""
 
 
 def small_model(seed: int = 0, vocab_size: int = 6, width: int = 16) -> PreTrainedModel:
@@ -65,28 +52,6 @@ def letters(size: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-_folder = cache(partial(TemporaryDirectory, prefix="tokenahead-verify-"))  # removed when the process ends
-
-
-@cache
-def model_with_modules(seed: int = 0, vocab_size: int = 6) -> PreTrainedModel:
-    """Return a random GLM-4 in float64, read from a folder that holds two modules, as `use_mtp` reads them."""
-    torch.manual_seed(seed)
-    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "n_group": 1}
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        "glm4_moe", vocab_size=vocab_size, **sizes, **experts, num_key_value_heads=2, head_dim=8, topk_group=1,
-        first_k_dense_replace=2, num_nextn_predict_layers=2, max_position_embeddings=128, initializer_range=0.5,
-        pad_token_id=0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    folder = f"{_folder().name}/{seed}-{vocab_size}"
-    DeepSeekMTP(config).save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-    model.generation_config.eos_token_id = None
-    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\."]  # by which `use_mtp` finds the modules
-    return model.eval()
 
 
 @torch.no_grad()
@@ -130,13 +95,10 @@ block_drafter = partial(
 """Makes a DFlash drafter of a model."""
 _heads = partial(MTPHeads.from_backbone, unembedding="own")
 _eagle = partial(EagleHead.from_backbone, aux_layers=[0, 1, 2])
-_use_mtp = partial(plain, use_mtp=True)
-setattr(_use_mtp, "small_model", model_with_modules)  # noqa: B010
 DECODERS: dict[str, Decoder] = {
     "transformers: plain": plain,
     "transformers: assistant": _assisted,
     "transformers: prompt lookup": partial(plain, prompt_lookup_num_tokens=3),
-    "transformers: use_mtp": _use_mtp,
     "ngram": drafted_by(lambda model: NgramDrafter(num_tokens=6)),
     "suffix": drafted_by(lambda model: SuffixDrafter(num_tokens=6)),
     "recycling": drafted_by(lambda model: RecyclingDrafter()),

@@ -12,7 +12,7 @@ from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.model_cards import MeasuredResults
 from tokenahead.training import demo as demo_module
 from tokenahead.training.box import BoxDamagedError
-from tokenahead.training.demo import Measurement, box_model, named_model, run_demo
+from tokenahead.training.demo import Measurement, box_model, named_model, requests, run_demo
 
 FEW = {"seconds": 0.1, "new_tokens": 20}
 FILES = {"bench.png", "results.json", "frontier.png"}
@@ -113,6 +113,7 @@ def test_prompts_of_a_file_take_the_place_of_the_requests(llama, tmp_path):
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "ab", "category": "letters"}) + "\n")
     subject = named_model(llama[0], prompts=tmp_path / "asked.jsonl")
     assert [prompt.turns for prompt in subject.prompts] == [("ab",)]
+    assert len(requests()) == 8 and len({each.turns for each in requests(further=True)}) == 24
     assert [method.name for method in subject.methods] == ["plain", "ngram"]
     ids = subject.writer.batch(subject.prompts, [[]], torch.device("cpu"))["input_ids"][0].tolist()
     assert bytes(each - 64 for each in ids[-4:]) == b"<ab>"

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tokenahead.testing import letters, small_model
-from tokenahead.training.conformance.decoders import block_drafter
+from tokenahead.training.conformance.kit import block_drafter
 
 DRAFTS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 """vLLM's `speculative_config`."""

@@ -11,8 +11,7 @@ from tests.speculative_loops import Loop, Tilted
 from tests.test_cli import run
 from tokenahead.testing import ALARM, DECODERS, chi_square, verify, verify_greedy, verify_sampled
 from tokenahead.training.commands import verify as command
-from tokenahead.training.conformance.decoders import plain, small_model
-from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED, Verified
+from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED, Verified, plain, small_model
 from tokenahead.training.conformance.sampled import CoarseTests
 
 PLACES = [(drafts, place) for drafts in range(1, 7) for place in range(drafts)]

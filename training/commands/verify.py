@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
-from ..conformance.decoders import DECODERS, Decoder
-from ..conformance.kit import BROKEN, KEPT, REFUSED, Verified, verify
+from ..conformance.kit import BROKEN, DECODERS, KEPT, REFUSED, Decoder, Verified, verify
 from ..requests import VerifyRequest
 from ..utils import escaped, one_line
 
@@ -49,15 +47,13 @@ def run_verify(request: VerifyRequest) -> dict[str, list[Verified]]:
 
 def _found(name: str) -> Decoder:
     """Return the function `MODULE:NAME`, of a module in the working directory, too."""
-    module, _, function = name.partition(":")
     sys.path.append(here := str(Path.cwd()))
     try:
-        found: Decoder = attrgetter(function)(import_module(module))
+        return resolve_name(name)
     except Exception as error:  # whatever a stranger's module raises
         raise ValueError(f"--function {name}: no such function as MODULE:NAME ({one_line(error)})") from error
     finally:
         sys.path.remove(here)
-    return found
 
 
 def is_others(name: str) -> bool:

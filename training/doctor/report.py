@@ -21,7 +21,7 @@ from ...configuration.fields import field
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields, optional_file, read_tensors, tensor_names, weight_files
-from ...generation.tensors.wrapped_models import fingerprint, same_backbone, untyped
+from ...generation.tensors.wrapped_models import fingerprint, same_backbone
 from ...modeling import EagleHead
 from ...modeling.common.draft_vocabulary import DraftVocabulary
 from ...modeling.common.learning import DraftModel
@@ -325,19 +325,19 @@ def _of_decoding(accepted: Accepted) -> Finding:
 
 def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Source | None) -> Finding:
     """Return whether the drafter would accept more in float32, or has numbers that its dtype does not hold."""
-    dtype, name = drafter.dtype, str(drafter.dtype).removeprefix("torch.")
-    if dtype == torch.float32 or not isinstance(drafter, torch.nn.Module) or isinstance(drafter, MTPGenerationMixin):
+    dtype, name, kind = drafter.dtype, str(drafter.dtype).removeprefix("torch."), type(drafter)
+    if dtype == torch.float32 or not issubclass(kind, torch.nn.Module) or issubclass(kind, MTPGenerationMixin):
         return Finding("dtype", OK, name)
     held = {key: value.clone() for key, value in drafter.state_dict().items()}
-    options, backbone = getattr(drafter, "read_with", {}), untyped(drafter).backbone
-    wide = held if source is None else read_drafter(source, torch.float32, backbone, **options).state_dict()
+    options = getattr(drafter, "read_with", {})
+    wide = held if source is None else read_drafter(source, torch.float32, drafter.backbone, **options).state_dict()
     floats, most = {key: each for key, each in wide.items() if each.is_floating_point()}, torch.finfo(dtype).max
     odd = [key for key, each in floats.items() if not bool((each.abs() <= most).all())]
     try:
-        untyped(drafter).float().load_state_dict(wide)
+        drafter.float().load_state_dict(wide)
         found = along(drafter, texts, base.length)
     finally:
-        untyped(drafter).to(dtype).load_state_dict(held)
+        drafter.to(dtype).load_state_dict(held)
     words = f"{name}: {base.calls.tokens_per_call:.2f} tokens per call, in float32 {found.calls.tokens_per_call:.2f}"
     words += f"; {name} cannot hold {', '.join(odd[:3])}" if odd else ""
     return Finding.of("dtype", bool(odd) or _mends(Trial("dtype", name), found, base), words)

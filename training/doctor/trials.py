@@ -316,9 +316,9 @@ def _of_block(drafter: BlockDrafter) -> Iterator[Trial]:
             yield Trial.of("row", config, "block_size", size)
 
 
-def _fields(drafter: nn.Module) -> Iterator[Trial]:
+def _fields(drafter: EagleHead | BlockDrafter | MTPHeads) -> Iterator[Trial]:
     """Yield values of the backbone's config, and those of none, for fields that shape a drafter's layers."""
-    text = untyped(drafter).backbone.config.get_text_config()
+    text = drafter.backbone.config.get_text_config()
     theirs = layer_fields(text, {}) | {"hidden_act": field(text, "hidden_act", "hidden_activation")}
     for check, (name, usual) in _DEFAULTS.items():
         for value in [theirs[name]] + [usual] * (theirs[name] != usual):
@@ -337,7 +337,7 @@ def _parts(drafter: nn.Module, name: str) -> list[Any]:
     return [each for each in drafter.modules() if hasattr(each, name)]
 
 
-def _changed(drafter: nn.Module, name: str, value: Any) -> list[tuple[object, Kwargs]]:
+def _changed(drafter: EagleHead | BlockDrafter | MTPHeads, name: str, value: Any) -> list[tuple[object, Kwargs]]:
     """Return what to replace in a drafter for the value of a field; nothing where it has that value."""
     if name == "rope_parameters":
         parts = [each for each in _parts(drafter, "inv_freq") if field(each.config, name) != value]

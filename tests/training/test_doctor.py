@@ -288,43 +288,36 @@ def hurt(tmp_path):
     return change
 
 
-@pytest.mark.by_day("change")
-@pytest.mark.parametrize("tensors", [None, exchanged("fc.weight")])
-def test_halves_of_fc(hurt, tensors):
-    found = hurt(EagleHead.from_backbone(coder("llama"), version=1), 60, tensors=tensors, kind="eagle")
-    assert faults(found) == (["fc"] if tensors else [])
-
-
 def permuted(name, order):
     return lambda state: state | {name: torch.cat([state[name].chunk(len(order))[index] for index in order])}
 
 
-@pytest.mark.by_day("head.maps-options1-order1")
-@pytest.mark.parametrize("order", [None, [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0]])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("head.weight", {"unembedding": "own"}),
-        ("head.maps", {}),
-        ("head.leaf.weight", {"unembedding": "own", "head_type": "hmm", "rank": 2}),
-    ],
-)
-def test_the_order_of_heads(hurt, name, options, order):
-    heads = MTPHeads.from_backbone(coder("llama"), window=4, **options)
-    found = hurt(heads, 60, tensors=order and permuted(name, order))
-    assert faults(found) == (["depth"] if order else [])
+def of_heads(**options):
+    return lambda: MTPHeads.from_backbone(coder("llama"), window=4, **options)
 
 
-@pytest.mark.by_day("fields1-row")
-@pytest.mark.parametrize(("fields", "check"), [(None, None), ({"sample_from_anchor": False, "block_size": 5}, "row")])
-def test_rows_of_a_block(hurt, fields, check):
-    options = {"law": "independent", "layers": 1, "block_size": 4, "feature_layers": [0, 1]}
-    drafter = BlockDrafter.from_backbone(coder("llama"), **options)
-    assert faults(hurt(drafter, 80, fields, kind="block")) == [check] * (check is not None)
+ROWS = {"law": "independent", "layers": 1, "block_size": 4, "feature_layers": [0, 1]}
+OWN = {"unembedding": "own"}
+ORDERED = {"head.weight": OWN, "head.maps": {}, "head.leaf.weight": OWN | {"head_type": "hmm", "rank": 2}}
+HURT = {
+    "fc": (lambda: EagleHead.from_backbone(coder("llama"), version=1), {"tensors": exchanged("fc.weight")}, "fc"),
+    "rows": (lambda: BlockDrafter.from_backbone(coder("llama"), **ROWS),
+             {"fields": {"sample_from_anchor": False, "block_size": 5}}, "row"),
+} | {
+    f"{name}, {order}": (of_heads(**options), {"tensors": permuted(name, order)}, "depth")
+    for name, options in ORDERED.items() for order in ([0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0])
+}  # fmt: skip
 
 
-def with_offsets(change):
-    return lambda state: state | {"d2t": change(state["d2t"])}
+@pytest.mark.by_day("True-fc", "True-rows", "True-head.maps, [0, 2, 1, 3]")
+@pytest.mark.parametrize("name", HURT)
+@pytest.mark.parametrize("is_hurt", [False, True])
+def test_what_is_hurt_is_named(hurt, name, is_hurt):
+    make, fault, check = HURT[name]
+    drafter = make()
+    kind = {EagleHead: "eagle", BlockDrafter: "block"}.get(type(drafter), "heads")
+    found = hurt(drafter, 80 if kind == "block" else 60, kind=kind, **fault if is_hurt else {})
+    assert faults(found) == [check] * is_hurt
 
 
 def test_ids_of_drafts_that_are_one_off(learned, tmp_path):

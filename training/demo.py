@@ -123,7 +123,7 @@ def load_methods(
 def described(name: str | None, methods: Sequence[Method]) -> str:
     """Return a model and what drafts for it, in a line, with the parameters of each."""
     model, drafts = methods[0].model, list[str]()
-    own = _further_parameters(model, model) if isinstance(model, BaseDrafter) else 0
+    own = _further_parameters(model, model) if isinstance(methods[0].model, BaseDrafter) else 0
     for method in methods:
         further = _further_parameters(method.drafter, method.model)
         drafts.append(f"{method.name}{f' ({further:,} further parameters)' if further else ''}")

@@ -246,7 +246,7 @@ def _steady(model: PreTrainedModel) -> PreTrainedModel:
     # what a fault at a place of the block adds to a token's probability then has one sign in all texts, and adds up
     copied, draws = copy.deepcopy(model), torch.Generator().manual_seed(3)
     embeddings: Any = copied.get_input_embeddings().weight
-    unembedding: Any = copied.get_output_embeddings().weight
+    unembedding = untyped(copied).lm_head.weight
     common = torch.randn(embeddings.shape[1], generator=draws).sign().to(embeddings)
     embeddings.mul_(20 / embeddings.std()).add_(100 * common)
     unembedding.mul_(0.3)

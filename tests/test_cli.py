@@ -17,7 +17,7 @@ from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__, c
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import demo as demo_module
 from tokenahead.training import loading
-from tokenahead.training.demo import Measurement, box_model
+from tokenahead.training.demo import Measurement
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,6 @@ def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch,
     assert run("demo", *options, "--output", tmp_path) == code
     wanted = Measurement(seconds=3.0, new_tokens=9, batch_size=2, seed=5)
     assert seen == {"measurement": wanted, "output": tmp_path}
-    assert wanted.command(box_model()) == "tokenahead demo --seconds 3 --new-tokens 9 --seed 5 --batch-size 2"
 
 
 def test_errors_show_no_escapes(capsys):

@@ -115,7 +115,7 @@ def _demo(request: DemoRequest) -> int:
 
         torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     chosen = request.model, request.method(), request.prompts
-    subject = named_model(*chosen, request.dtype) if any(chosen) else box_model(dtype=request.dtype)
+    subject = named_model(*chosen, request.dtype) if any(chosen) else box_model(dtype=request.dtype, seed=request.seed)
     measurement = Measurement(request.seconds, request.new_tokens, request.batch_size, request.seed)
     measured = run_demo(measurement, subject, request.output)
     return 0 if all(row.is_lossless for row in measured.results) else 1
@@ -125,13 +125,13 @@ def _generate(request: GenerateRequest) -> int:
     if request.prompt is None and sys.stdin.isatty():
         raise ValueError("a prompt is required: write it, or pipe it in")
     prompt = sys.stdin.buffer.read().decode() if request.prompt in (None, "-") else request.prompt
-    from .training.completion import complete
+    from .training.completion import complete, statistics
 
     done = complete(replace(request, prompt=prompt), shows=not request.json)
     if request.json:
-        print(json.dumps(done.as_dict()))
+        print(json.dumps(done))
     else:
-        print(done.statistics(), file=sys.stderr)
+        print(statistics(done), file=sys.stderr)
     return 0
 
 

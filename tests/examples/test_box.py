@@ -17,8 +17,8 @@ from transformers import TrainerCallback
 from tests.boxes import CONFIG, HELD_OUT, ROOT, TRAIN, card, release, text, train
 from tokenahead import EvaByteForMTPC
 from tokenahead.model_cards import MeasuredResults
-from tokenahead.training.box import BoxDamagedError, Excerpt, box_directory, check_box, load_box
-from tokenahead.training.demo import Measurement, box_model
+from tokenahead.training.box import BoxDamagedError, box_directory, check_box, load_box
+from tokenahead.training.demo import Measurement
 
 RECIPE = train.Recipe(
     config=CONFIG,
@@ -126,7 +126,7 @@ def test_a_released_box_is_whole_and_loads(box: Path, run: Path) -> None:
         "| held out | requests | 1 |",
         "btree 2",
         "Recipe: `{",
-        FEW.command(box_model(box)),
+        "tokenahead demo --seconds 0.1 --new-tokens 12 --seed 0 --batch-size 2",
     ):
         assert words in told, words
     assert str(ROOT) not in told and str(box.parent) not in told
@@ -232,7 +232,7 @@ def test_licences(licence: str, permissive: bool) -> None:
 def test_excerpts_take_packages_in_turn() -> None:
     a, b = (text.Package(name, "1", "MIT", [bytes([65 + i]) * 2000 for i in range(3)]) for name in "ab")
     found = release.cut_excerpts([a, replace(b, files=[b.files[0], b"short"])], 3)
-    assert [one.package for one in found] == ["a", "b", "a"] and all(isinstance(one, Excerpt) for one in found)
+    assert [one.package for one in found] == ["a", "b", "a"] and all(isinstance(one, release.Excerpt) for one in found)
     with pytest.raises(ValueError, match="held-out"):
         release.cut_excerpts([replace(a, files=[b"short"])], 3)
 

@@ -52,7 +52,7 @@ def push(folder: Path, kind: str) -> str:
 def completed(model: str, heads: str) -> str:
     """What `tokenahead generate` writes, or why it does not."""
     try:
-        return complete(GenerateRequest(model, PROMPT, heads=heads, max_new_tokens=8)).text
+        return complete(GenerateRequest(model, PROMPT, heads=heads, max_new_tokens=8))["text"]
     except ValueError as error:
         return str(error)
 

@@ -20,11 +20,10 @@ from ..generation.attach import MTPGenerationMixin
 from ..generation.drafter import BaseDrafter
 from .box import Box, excerpt_prompts, load_box
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
-from .evaluation.bench import Bench, Protocol
+from .evaluation.bench import Bench, Completion, Protocol, completions_of, measured_results, results_of
 from .evaluation.decoding import MODES, DecodingMode, Method
 from .evaluation.methods import drafting_method, named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder, read_prompts
-from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .loading import load_model, unit_of
 from .results import MeasuredResults, environment, hardware
 from .utils import shown_word, visible

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from ...generation.tensors.tensor_files import Fields
 from ...modeling.common.chunks import LOGITS_PER_CHUNK
 from ...modeling.common.teacher import cycle_starts
 from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
@@ -48,14 +47,10 @@ SAMPLED, GREEDY_RULE = ("block", "token"), ("greedy",)
 def acceptance_along(
     draft: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, temperature: float, rule: str
 ) -> torch.Tensor:
-    """Return m_k [..., m] float64, the probability that at least k drafts are accepted given the tokens.
+    """Return m_k [..., m] float64, the probability that at least k drafts are accepted given the tokens [..., m].
 
-    Args:
-        draft: [..., m, V], log-probabilities of the drafter, each conditioned on the tokens before it.
-        target: [..., m, V], logits of the target for the same tokens.
-        tokens: [..., m] int64.
-        temperature: Applied to both.
-        rule: `"block"`, `"token"` or `"greedy"`.
+    `draft` are log-probabilities of the drafter, each conditioned on the tokens before it, and `target` the target's
+    logits [..., m, V]; the temperature applies to both. The rule is `"block"`, `"token"` or `"greedy"`.
     """
     if rule == "greedy":
         return (draft.argmax(-1) == target.argmax(-1)).double().cumprod(-1)
@@ -122,13 +117,7 @@ class ExpectedCalls:
     @classmethod
     def from_lists(cls, lists: dict[str, list]) -> ExpectedCalls:
         """Return the inverse of `as_lists`."""
-        calls, accepted = (torch.tensor(lists[name], dtype=torch.float64) for name in ("calls", "accepted"))
-        return cls(torch.tensor(lists["tokens"]), calls, accepted)
-
-    def fields(self) -> Fields:
-        """Return the fields of a `DecodingResult`."""
-        names = "expected_tokens_per_call", "expected_standard_error", "expected_by_position"
-        return dict(zip(names, (self.tokens_per_call, self.standard_error, self.by_position)))
+        return cls(**{name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()})
 
 
 @dataclass(frozen=True)
@@ -156,10 +145,8 @@ def usual_drafts(model: Any) -> int:
 def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterator[DraftedProbs]:
     """Yield the distributions of all drafts along a batch of sequences, positions with small logits [N, m, V] at once.
 
-    Args:
-        model: A drafter that `has_probs`, attached, not wrapped.
-        batch: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
-        length: m, tokens per draft; None: `usual_drafts`.
+    The drafter `has_probs`, is attached and not wrapped; the batch has `input_ids` and `labels` [B, L] and, optionally,
+    `attention_mask` and `position_ids`. `length`: m, tokens per draft; None: `usual_drafts`.
     """
     ids, length = batch["input_ids"], length or usual_drafts(model)
     targets = depth_targets(batch["labels"], length + 1, batch.get("attention_mask"), batch.get("position_ids"))
@@ -211,7 +198,7 @@ class DraftMeasures:
                 whole = accepted.setdefault(rule, shares.new_zeros(*positions.shape, shares.shape[-1]))
                 whole[at] = shares
         model.train(was_training)
-        self._merge({}, {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()})
+        _add_to(self.calls, {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()})
         return self
 
     def _add_positions(self, probs: DraftedProbs) -> None:
@@ -225,19 +212,14 @@ class DraftMeasures:
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
         terms = {name: torch.where(probs.scored, values.double(), 0.0) for name, values in terms.items()}
-        self._merge({name: values.sum(0).cpu() for name, values in terms.items()}, {})
-
-    def _merge(self, sums: Mapping[str, torch.Tensor], calls: Mapping[str, ExpectedCalls]) -> None:
-        for name, values in sums.items():
-            self.sums[name] = self.sums[name] + values if name in self.sums else values
-        for rule, each in calls.items():
-            self.calls[rule] = self.calls[rule] + each if rule in self.calls else each
+        _add_to(self.sums, {name: values.sum(0).cpu() for name, values in terms.items()})
 
     def reduced(self) -> DraftMeasures:
         """Return the measures of all processes; every one of them calls this."""
         total = DraftMeasures(self.temperature, self.length)
         for part in gather_object([self]):
-            total._merge(part.sums, part.calls)
+            _add_to(total.sums, part.sums)
+            _add_to(total.calls, part.calls)
         return total
 
     def means(self) -> dict[str, list[float]]:
@@ -247,6 +229,11 @@ class DraftMeasures:
         count = self.sums["count"][self.sums["count"] > 0]
         sums = {name: values[: len(count)] for name, values in self.sums.items() if name != "count"}
         return {name: (values / count).tolist() for name, values in sums.items()}
+
+
+def _add_to(totals: dict[str, Any], further: Mapping[str, Any]) -> None:
+    for name, each in further.items():
+        totals[name] = totals[name] + each if name in totals else each
 
 
 def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -261,16 +248,14 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
     `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`.
 
     Args:
-        model, batches: See `drafted_probs`; outputs of the backbone measure future drafts.
+        model: See `drafted_probs`.
+        batches: Likewise; outputs of the backbone measure future drafts.
         ranks: R, proposals per depth; at most the size of the vocabulary.
         temperature: Temperature of the target. 0: whether its likeliest token is proposed. Else: the probability that
             it draws the proposal, which is that of accepting it in a tree of fixed shape.
 
     Returns:
         [m, R] float64, m depths; the first drafted token is two tokens ahead.
-
-    Raises:
-        ValueError: No position of the batches is a target.
     """
     was_training = model.training
     model.eval()

@@ -7,13 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..columns import OPTIONS, PROMPTS, check_columns, template_options
+from ..columns import PROMPTS, check_columns, template_options
 from ..utils import needs_extra
 
 _THINKING = "enable_thinking"
@@ -34,7 +35,7 @@ class Prompt:
 def read_prompts(
     source: str | Path, skip_broken: bool = False, ignore_columns: Sequence[str] | None = None
 ) -> tuple[list[Prompt], list[str]]:
-    """Return the prompts of a file or of a data set.
+    """Return the prompts of a file or of a data set, and the errors of the rows that were left out.
 
     Args:
         source: A `.jsonl` with JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
@@ -43,30 +44,22 @@ def read_prompts(
             `NAME:SPLIT` or `NAME:CONFIG:SPLIT` of a data set with such rows, on the Hub or in a directory.
         skip_broken: Leave out rows that hold no prompt.
         ignore_columns: Of such objects, what is left out unread; other columns that are not known are refused.
-
-    Returns:
-        The prompts, and the errors of the rows that were left out.
-
-    Raises:
-        FileNotFoundError: No such file, nor such a data set.
-        ValueError: No prompt in it, or a row that is none; its number is named.
     """
-    rows, ignored = _rows(str(source)), {*(ignore_columns or ())}
     prompts, broken = list[Prompt](), list[str]()
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(_rows(str(source)), 1):
         try:
             if not isinstance(row, str) or row.strip():
                 is_json = isinstance(row, str) and str(source).endswith(".jsonl")
-                prompts.append(_prompt(number, json.loads(row) if is_json else row, ignored))
+                prompts.append(_prompt(number, json.loads(row) if is_json else row, {*(ignore_columns or ())}))
         except ValueError as error:  # of json's, too
             broken.append(f"line {number}: {error}")
+    names = Counter(prompt.name for prompt in prompts).most_common(1)
     if broken and not skip_broken:
         raise ValueError(f"{source}, {broken[0]}")
-    names = Counter(prompt.name for prompt in prompts)
-    if double := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"{source}: question_id {double[0]} occurs twice; number the lines apart")
-    if not prompts:
-        raise ValueError(f"{source}: no prompt in it; write one per line")
+    if not names:
+        raise ValueError(f"{source}: no prompt in it")
+    if names[0][1] > 1:
+        raise ValueError(f"{source}: question_id {names[0][0]} occurs twice")
     return prompts, broken
 
 
@@ -100,7 +93,7 @@ def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
     said = next((entry[name] for name in ("reference", "answer") if name in entry), [])
     references = tuple(each if isinstance(each, str) else None for each in ([said] if isinstance(said, str) else said))
     name, category = str(entry.get("question_id", number)), str(entry.get("category") or "prompts")
-    return Prompt(name, tuple(map(str, turns)), category, before, references, template_options(entry))
+    return Prompt(name, tuple(turns), category, before, references, template_options(entry))
 
 
 def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:
@@ -108,15 +101,15 @@ def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | No
 
     What is left over of a batch size is left out, unless it is all there is. `per_category=None` takes all.
     """
-    categories = dict.fromkeys(prompt.category for prompt in prompts)
-    chosen = [[prompt for prompt in prompts if prompt.category == each][:per_category] for each in categories]
-    columns = [[part[i : i + batch_size] for i in range(0, len(part), batch_size)] for part in chosen]
-    whole = [[group for group in column if len(group) == batch_size] for column in columns]
-    rest = [prompt for column in columns for group in column if len(group) < batch_size for prompt in group]
+    columns, rest = list[list[list[Prompt]]](), list[Prompt]()
+    for category in dict.fromkeys(prompt.category for prompt in prompts):
+        chosen = [prompt for prompt in prompts if prompt.category == category][:per_category]
+        whole = len(chosen) - len(chosen) % batch_size
+        columns.append([chosen[i : i + batch_size] for i in range(0, whole, batch_size)])
+        rest += chosen[whole:]
+    groups = [group for turn in zip_longest(*columns) for group in turn if group]
     mixed = [rest[i : i + batch_size] for i in range(0, len(rest), batch_size)]
-    mixed = [group for group in mixed if len(group) == batch_size or not any(whole)]
-    longest = max(map(len, whole))
-    return [column[i] for i in range(longest) for column in whole if i < len(column)] + mixed
+    return groups + [group for group in mixed if len(group) == batch_size or not any(columns)]
 
 
 @dataclass(frozen=True)
@@ -148,10 +141,7 @@ class PromptEncoder:
         """Refuse prompts with tools, or other options of a template, where none is used."""
         for prompt in prompts if not self._uses_template else ():
             if prompt.options:
-                raise ValueError(
-                    f"prompt {prompt.name} has {' or '.join(OPTIONS)} ({', '.join(prompt.options)}), and no chat "
-                    "template reads it here: leave --raw out, or leave the column out with ignore_columns"
-                )
+                raise ValueError(f"prompt {prompt.name} has {', '.join(prompt.options)}, which no chat template reads")
 
     def batch(
         self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: torch.device

@@ -17,7 +17,7 @@ from tokenahead import cli as cli_module
 from tokenahead.model_cards import MeasuredResults
 from tokenahead.training.box import BoxDamagedError
 from tokenahead.training.demo import Measurement, box_model, named_model, run_demo
-from tokenahead.training.evaluation.summary import Completion, completions_of
+from tokenahead.training.evaluation.bench import Completion, completions_of
 
 FEW = {"seconds": 0.1, "new_tokens": 20}
 

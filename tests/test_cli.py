@@ -57,8 +57,14 @@ def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
         assert (f"\n  {name} " if entry.metadata.get("positional") else f"\n  --{name}") in words
 
 
-def test_a_flag_leaves_the_word_after_it_alone():
-    assert cli._parse(["card", "--overwrite", "directory"]).model == "directory"
+def test_words_are_read_as_the_options_say():
+    assert cli._parse(["card", "--overwrite", "directory"]).model == "directory"  # a flag takes no word
+    for name in ("--heads", "--eagle", "--student"):
+        assert cli._parse(["generate", "--model", "m", name, "x"]).method() == "auto:x"
+    words = "bench --model m --prompts p --methods ngram own --output o --batch-size 1 2"
+    bench = cli._parse(words.split())
+    assert (bench.methods, bench.batch_size) == (["ngram", "own"], [1, 2])
+    assert (bench.output, bench.device) == (Path("o"), "cpu")
 
 
 WRONG = {

@@ -396,7 +396,7 @@ def test_a_batch_gives_the_texts_of_its_rows_and_counts_a_call_for_every_row(mod
         assert row.identical is True and not row.do_sample and row.new_tokens == row.plain_new_tokens == 24
         assert len(row.accepted_by_position) == 3
     assert together.per_prompt == alone.per_prompt and together.backbone_calls == alone.backbone_calls
-    first, second, *batched = completions_of(bench, "it", GREEDY)
+    first, *batched, second = completions_of(bench, "it", GREEDY)  # settings advance alike
     assert batched == [first, second]
     for prompt, completion in zip(TEXTS, batched, strict=True):
         inputs = EvaByteTokenizer()(prompt, return_tensors="pt")

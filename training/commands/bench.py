@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ... import __version__
@@ -86,9 +86,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     encoder = PromptEncoder(tokenizer, not request.raw, not request.no_thinking)
     encoder.warn_of_thinking(method.drafter for method in methods)
     bench, interrupted = Bench(methods, encoder, protocol, request.output), None
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
-        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=None)
             bench.run(prompts, lambda done, count: progress.update(task, completed=done, total=count))
     except KeyboardInterrupt as error:  # the measured rows are saved
@@ -251,7 +250,7 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
 
 
 @torch.no_grad()
-def block_costs(model: Any, lengths: Sequence[int], batch_size: int = 1) -> dict[int, float]:
+def block_costs(model: PreTrainedModel, lengths: Sequence[int], batch_size: int = 1) -> dict[int, float]:
     """Return the time of a block of so many tokens over that of one token, after 200 tokens; medians by turns."""
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.arange(_CONTEXT + max(lengths), device=model.device).remainder(vocab_size).expand(batch_size, -1)
@@ -281,7 +280,7 @@ def best_length(row: DecodingResult, plain_ms: Number, costs: dict[int, float]) 
     return max(found)
 
 
-def recommendation(model: Any, rows: Sequence[DecodingResult]) -> Iterator[str]:
+def recommendation(model: PreTrainedModel, rows: Sequence[DecodingResult]) -> Iterator[str]:
     """Time blocks of the backbone, and yield what pays for every way of decoding and batch size of a bench here."""
     lengths = range(1, 2 + max((row.draft_length or 0 for row in rows), default=0))
     for batch_size in dict.fromkeys(row.batch_size for row in rows):
@@ -338,8 +337,16 @@ def frontier_figure(measured: MeasuredResults) -> Figure:
         for row in (row for row in rows if row.method in points and row.method in {PLAIN, *styles}):
             style = _POINT | styles.get(row.method, {}) | ({} if row.claims_speed else _HOLLOW)
             axes.plot(*([value] for value in points[row.method]), **_PLAIN if row.method == PLAIN else style)
-        if points:
-            _draw_equal_speeds(axes, points, not any(row.is_unstable for row in rows))
+        right = 1.25 * max((ms for ms, _ in points.values()), default=1.0)
+        top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()), 0.0)
+        axes.set(xlim=(0, right), ylim=(0, top))
+        if PLAIN in points and not any(row.is_unstable for row in rows):
+            ms, per_call = points[PLAIN]
+            for ratio in (0.5, 1, 1.5, 2, 3, 4):  # lines of equal speed, by their ratio to plain decoding's
+                x = min(right, top * ms / (ratio * per_call))
+                y = ratio * per_call * x / ms
+                axes.plot([0, x], [0, y], color="grey", linewidth=0.7, linestyle=":")
+                axes.annotate(f"{ratio:g}x", (x, y), color="grey", fontsize=8, ha="right", va="top")
         axes.set(xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
     named = [Line2D([], [], label=name, **_POINT | style) for name, style in styles.items()]
     named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
@@ -367,20 +374,6 @@ def _styles(measured: MeasuredResults) -> dict[str | None, Kwargs]:
     """Return the colour and the marker of every method that drafts, in all panels of both figures."""
     names = dict.fromkeys(row.method for row in measured.results if row.draft_length or _per_call(row) > 1)
     return {name: {"color": f"C{i}", "marker": _MARKERS[i % len(_MARKERS)]} for i, name in enumerate(names)}
-
-
-def _draw_equal_speeds(axes: Axes, points: dict[str | None, tuple[float, float]], is_stable: bool) -> None:
-    """Draw lines of equal speed through the origin, named by their ratio to plain decoding's where that is stable."""
-    right = 1.25 * max(ms for ms, _ in points.values())
-    top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()))
-    axes.set(xlim=(0, right), ylim=(0, top))
-    if PLAIN not in points or not is_stable:
-        return
-    ms, per_call = points[PLAIN]
-    for ratio in (0.5, 1, 1.5, 2, 3, 4):
-        x = min(right, top * ms / (ratio * per_call))
-        axes.plot([0, x], [0, ratio * per_call * x / ms], color="grey", linewidth=0.7, linestyle=":")
-        axes.annotate(f"{ratio:g}x", (x, ratio * per_call * x / ms), color="grey", fontsize=8, ha="right", va="top")
 
 
 def _per_call(row: DecodingResult) -> float:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ with needs_extra("train", "tokenahead train"):
     from trl.trainer.model_config import ModelConfig
     from trl.trainer.sft_config import SFTConfig
 
+T = TypeVar("T")
 _SECTIONS = {"drafter_options", "loss_options", "strategy", "regenerate", "features_engine", "acceptance"}
 
 
@@ -121,17 +122,6 @@ KINDS: dict[str, type[DrafterArguments]] = {
 """The config of each kind of drafter; those apart from their backbone can be continued from, as KIND:SOURCE."""
 
 
-def _config_of(drafter: str) -> type[DrafterArguments]:
-    kind, colon, source = drafter.partition(":")
-    config = KINDS.get(kind)
-    may_have_source = config is ApartArguments
-    if config is None or (colon and not (source and may_have_source)) or (kind == "auto" and not source):
-        apart = ", ".join(f"{name}:SOURCE" for name, each in KINDS.items() if each is ApartArguments)
-        new = ", ".join(name for name in KINDS if name != "auto")
-        raise ValueError(f"drafter={drafter!r}: choose of {new}; to continue from a drafter, of {apart}")
-    return config
-
-
 @dataclass
 class TrainConfig(SFTConfig):
     """`trl.SFTConfig` with full precision where there is no accelerator, and settings of batches."""
@@ -200,7 +190,7 @@ class _Parser(TrlParser):
         return super().set_defaults_with_config(**words)
 
 
-def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
+def filled(section: str, values: Mapping[str, object], kind: type[T]) -> T:
     """Return a dataclass of options from a section of the settings; refuse options that it does not have."""
     parser = _Parser(kind, add_help=False, allow_abbrev=False)
     try:
@@ -224,7 +214,12 @@ def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--drafter", default=str(values.get("drafter", "own")))
     drafter = first.parse_known_args(flags)[0].drafter
-    config = _config_of(drafter)
+    kind, colon, source = drafter.partition(":")
+    config = KINDS.get(kind)
+    if config is None or (colon and not (source and config is ApartArguments)) or (kind == "auto" and not source):
+        apart = ", ".join(f"{name}:SOURCE" for name, each in KINDS.items() if each is ApartArguments)
+        new = ", ".join(name for name in KINDS if name != "auto")
+        raise ValueError(f"drafter={drafter!r}: choose of {new}; to continue from a drafter, of {apart}")
     words = (flag.partition("=")[0] for flag in flags if flag.startswith("--"))
     names = frozenset({word.removeprefix("--").replace("-", "_") for word in words} | {*values})
     kinds: Any = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, config)

@@ -77,7 +77,6 @@ METRICS = "metrics.json"
 _OF_NO_CONSEQUENCE = {"output_dir", "resume_from_checkpoint", "logging_dir", "run_name"}
 _SECRET = re.compile(r".*(token|api.?key)")  # of names
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "trl")
-_PROMPT_TOKENS = 32
 _OF_STORED = {"aux_layers", "feature_layers", "sample_from_anchor", "block_size", "ignore_fields"}
 """Options of a drafter that exists."""
 
@@ -116,9 +115,14 @@ def build(settings: Settings) -> Trainee:
         tokenizer = EvaByteTokenizer()  # bytes are bytes, also where a directory has none
     try:
         drafter = _drafter(arguments, backbone)
-        _apply_loss_options(drafter, arguments)
     except TypeError as error:  # an option that from_backbone does not know
         raise ValueError(f"drafter_options: {error}") from None
+    losses = arguments.options("loss_options")
+    if is_parallel(drafter):  # whose backbone learns if `base_weight` is above 0
+        drafter.train_only("all" if filled("loss_options", losses, PTPOptions).base_weight else "drafter")
+    elif losses:
+        values = filled("loss_options", losses, type(drafter.loss_options))
+        set_loss_options(drafter, {name: getattr(values, name) for name in losses})
     if drafter.dtype.itemsize < torch.float32.itemsize:
         # around 0.03, numbers in bfloat16 lie 1.2e-4 apart: weights there do not follow steps of 5e-5
         for part in learning_parts(drafter):
@@ -162,16 +166,6 @@ def _drafter_options(arguments: DrafterArguments) -> Kwargs:
         if isinstance(file := options.get(name), str):
             options[name] = json.loads(Path(file).read_text(encoding="utf-8"))
     return options
-
-
-def _apply_loss_options(model: Any, arguments: DrafterArguments) -> None:
-    """Set the loss options of a drafter; the backbone of a PTP model learns if `base_weight` is above 0."""
-    options = arguments.options("loss_options")
-    if is_parallel(model):
-        model.train_only("all" if filled("loss_options", options, PTPOptions).base_weight else "drafter")
-    elif options:
-        values = filled("loss_options", options, type(model.loss_options))
-        set_loss_options(model, {name: getattr(values, name) for name in options})
 
 
 def is_parallel(model: PreTrainedModel) -> bool:
@@ -287,22 +281,21 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     options = settings.drafter.options("regenerate")
     if not options:
         return settings
-    directory, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
+    directory, count = options.pop("folder", None), options.pop("prompt_tokens", 32)
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     rows = load_data(settings, False)["train"]
     if not isinstance(directory, str) or not isinstance(rows, Dataset):
         raise ValueError(f"regenerate={settings.drafter.regenerate} needs folder=, and all rows: no stream")
     column = settings.training.dataset_text_field
     prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
-    engine, writer = options.pop("engine", "transformers"), cast(Any, trainee.backbone)
-    if engine != "transformers":
-        writer = _endpoint(engine, tokenizer=trainee.tokenizer, vocab_size=vocab_size)
+    engine, served = options.pop("engine", "transformers"), {"tokenizer": trainee.tokenizer, "vocab_size": vocab_size}
+    writer = trainee.backbone if engine == "transformers" else _endpoint(engine, **served)
     regenerate(writer, prompts, directory, **options)
     data = replace(settings.data, dataset_name=directory, dataset_config=None, dataset_train_split="train")
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 
 
-def _endpoint(engine: Any, **options: Any) -> Endpoint:
+def _endpoint(engine: str | Kwargs, **options: Any) -> Endpoint:
     """Return the server of `engine`: its address, or fields of `Endpoint`."""
     try:
         return Endpoint(**options | (engine if isinstance(engine, dict) else {"url": engine}))
@@ -356,14 +349,23 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
         if source and Path(source).resolve() in (directory.resolve(), (directory / BACKBONE).resolve()):
             raise ValueError(f"output_dir={directory} would be written over {source}: choose another directory")
     set_seed(training.seed)
-    # settings that need no data are checked before the backbone writes any
-    own = _callbacks(requested)
+    try:  # settings that need no data are checked before the backbone writes any
+        acceptance = AcceptanceCallback(**settings.drafter.options("acceptance"))
+    except TypeError as error:
+        raise ValueError(f"acceptance: {error}") from None
+    measures = training.eval_strategy != "no" and settings.drafter.acceptance is not False
+    patience = settings.drafter.early_stopping_patience
+    own = [acceptance] * measures + ([] if patience is None else [EarlyStoppingCallback(patience)])
     settings = with_moved_backbone(requested)
     trainee = build(settings)
     note_backbone(trainee, requested, settings)
     resumed = of_first(lambda: checkpoint_to_resume(directory, training.resume_from_checkpoint))
-    if resumed is None:
-        check_nothing_is_lost(directory, requested)
+    if resumed is None and (loading.holds_model(directory) or has_adapters(directory)):
+        if not (directory / CONFIG).is_file():
+            raise ValueError(f"output_dir={directory} holds a model that no run wrote: choose another directory")
+        earlier = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
+        both = ({name: part[name] for name in {*part} - _OF_NO_CONSEQUENCE} for part in (earlier, given(requested)))
+        check_same(f"output_dir={directory}", *both)
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*own, *callbacks])
     draft_frequent_tokens(trainer, trainee, settings)
@@ -375,7 +377,12 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
         write_facts(trainer, trainee, requested, settings)
     try:
         if resumed is not None and 0 < training.max_steps <= steps_of(resumed):
-            _take_over(trainer, str(resumed))
+            # `Trainer` would make a further step, and the model may not be saved yet
+            require_whole(resumed)
+            warnings.warn(f"{resumed} has done all of max_steps={training.max_steps}: nothing is left", stacklevel=2)
+            trainer.state = TrainerState.load_from_json(str(Path(resumed) / TRAINER_STATE_NAME))
+            best = trainer.state.best_model_checkpoint if training.load_best_model_at_end else None
+            trainer._load_from_checkpoint(best or resumed)
         else:
             store_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
@@ -390,15 +397,6 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     if pushes:
         trainer.push_to_hub(dataset_name=data_names)
     return trainer
-
-
-def _take_over(trainer: Trainer, checkpoint: str) -> None:
-    """Restore the end of a training, of which `Trainer` would make a further step: the model may not be saved yet."""
-    require_whole(checkpoint)
-    warnings.warn(f"{checkpoint} has done all of max_steps={trainer.args.max_steps}: nothing is left", stacklevel=2)
-    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
-    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    trainer._load_from_checkpoint(best or checkpoint)
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> BaseTrainer:
@@ -422,17 +420,6 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     options["options"] = filled("loss_options", drafter.options("loss_options"), PTPOptions)
     options["shard_backbone"] = strategy.shard_backbone
     return PTPSFTTrainer(trainee.model, training, **options)
-
-
-def _callbacks(settings: Settings) -> list[TrainerCallback]:
-    """Return the callbacks of the run."""
-    drafter, patience = settings.drafter, settings.drafter.early_stopping_patience
-    try:
-        acceptance = AcceptanceCallback(**drafter.options("acceptance"))
-    except TypeError as error:
-        raise ValueError(f"acceptance: {error}") from None
-    measures = settings.training.eval_strategy != "no" and drafter.acceptance is not False
-    return [acceptance] * measures + ([] if patience is None else [EarlyStoppingCallback(patience)])
 
 
 def write_facts(trainer: Trainer, trainee: Trainee, requested: Settings, settings: Settings) -> None:
@@ -465,17 +452,6 @@ def given(settings: Settings) -> Fields:
     values = {name: value for part in parts for name, value in vars(part).items() if name in settings.names}
     text = json.dumps(values, default=lambda each: vars(each) if is_dataclass(each) else str(each))
     return json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if not _SECRET.fullmatch(k)})
-
-
-def check_nothing_is_lost(directory: Path, settings: Settings) -> None:
-    """Refuse to overwrite a model that a run with other settings wrote."""
-    if not (loading.holds_model(directory) or has_adapters(directory)):
-        return
-    if not (directory / CONFIG).is_file():
-        raise ValueError(f"output_dir={directory} holds a model that no run wrote: choose another directory")
-    earlier = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-    both = ({name: part[name] for name in {*part} - _OF_NO_CONSEQUENCE} for part in (earlier, given(settings)))
-    check_same(f"output_dir={directory}", *both)
 
 
 def checkpoint_to_resume(directory: Path, option: str | None) -> str | None:

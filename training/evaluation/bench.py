@@ -274,11 +274,6 @@ def block_error(model: PreTrainedModel, prompt: torch.Tensor, output: torch.Tens
     return float((blocks - singles).gather(-1, likeliest).abs().max())
 
 
-def is_near_tie(difference: Fields, error: float) -> bool:
-    """Return whether rounding of that error explains a difference."""
-    return difference["gap"] is not None and difference["gap"] <= 2 * error
-
-
 def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
     """Return the results of a bench with its machine and dtype, and further fields of `MeasuredResults`."""
     model = bench.methods[0].model
@@ -378,7 +373,7 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
         identical=not different if compared else None,
         texts=len(compared) or None,
         differing=len(different) if compared else None,
-        near_ties=sum(is_near_tie(each, error) for each in different) if compared else None,
+        near_ties=sum(each["gap"] is not None and each["gap"] <= 2 * error for each in different) if compared else None,
         expected_tokens_per_call=expected and expected.tokens_per_call,
         expected_standard_error=expected and expected.standard_error,
         expected_by_position=expected.by_position if expected else [],

@@ -190,7 +190,7 @@ class DraftMeasures:
         accepted: dict[str, torch.Tensor] = {}
         model.eval()
         for probs in drafted_probs(model, batch, self.length):
-            self._add_positions(probs)
+            _add_to(self.sums, self._sums(probs))
             at = probs.rows.cpu(), probs.columns.cpu()
             positions[at] = True
             for rule in SAMPLED if self.temperature else GREEDY_RULE:
@@ -201,7 +201,8 @@ class DraftMeasures:
         _add_to(self.calls, {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()})
         return self
 
-    def _add_positions(self, probs: DraftedProbs) -> None:
+    @staticmethod
+    def _sums(probs: DraftedProbs) -> dict[str, torch.Tensor]:
         token = probs.tokens[..., None]
         chosen = probs.draft.gather(-1, token)
         rank = (probs.draft > chosen).sum(-1)
@@ -211,8 +212,7 @@ class DraftMeasures:
             "backbone_loss": -probs.target.log_softmax(-1).gather(-1, token)[..., 0],
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
-        terms = {name: torch.where(probs.scored, values.double(), 0.0) for name, values in terms.items()}
-        _add_to(self.sums, {name: values.sum(0).cpu() for name, values in terms.items()})
+        return {name: torch.where(probs.scored, each.double(), 0.0).sum(0).cpu() for name, each in terms.items()}
 
     def reduced(self) -> DraftMeasures:
         """Return the measures of all processes; every one of them calls this."""

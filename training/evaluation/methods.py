@@ -51,7 +51,7 @@ _UNFIT = (ValueError, TypeError, OSError, RuntimeError, NotImplementedError, Str
 """What says that a drafter does not fit, or is damaged."""
 
 
-def plain_method(model: Any) -> Method:
+def plain_method(model: PreTrainedModel) -> Method:
     """Return decoding without drafts."""
     return Method(PLAIN, model, {"use_mtp": False} if isinstance(model, MTPGenerationMixin) else {})
 

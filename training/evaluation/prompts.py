@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ...generation.tensors.wrapped_models import Kwargs
 from ..columns import PROMPTS, check_columns, template_options
 from ..utils import needs_extra
 
@@ -27,9 +28,9 @@ class Prompt:
     name: str  # the file's `question_id`, or the number of the line
     turns: tuple[str, ...]  # the user's messages
     category: str = "prompts"  # the file's
-    before: tuple[dict[str, Any], ...] = ()  # messages before the first turn, such as that of the system
+    before: tuple[Kwargs, ...] = ()  # messages before the first turn, such as that of the system
     references: tuple[str | None, ...] = ()  # answers to the turns by which a model's are scored; None: there is none
-    options: dict[str, Any] = field(default_factory=dict)  # what chat templates read besides messages, such as `tools`
+    options: Kwargs = field(default_factory=dict)  # what chat templates read besides messages, such as `tools`
 
 
 def read_prompts(
@@ -80,7 +81,7 @@ def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
     # None are columns of a data set that others fill
     entry = {name: each for name, each in entry.items() if each is not None and name not in ignored}
     check_columns(entry, PROMPTS, "a prompt")
-    before, turns = tuple[dict[str, Any], ...](), entry.get("turns")
+    before, turns = tuple[Kwargs, ...](), entry.get("turns")
     messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
     if messages is not None:
         users = [at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"]
@@ -148,7 +149,7 @@ class PromptEncoder:
     ) -> dict[str, torch.Tensor]:
         """Return the padded ids and the mask of a group, with the model's answers to the turns of each so far."""
         texts = [self._text(prompt, earlier) for prompt, earlier in zip(group, answers)]
-        options: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
+        options: Kwargs = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
         options |= {"add_special_tokens": False} if self._uses_template else {}
         if len(texts) > 1 and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -157,13 +158,12 @@ class PromptEncoder:
 
     def _text(self, prompt: Prompt, answers: Sequence[str]) -> str:
         contents = [each for turn in zip(prompt.turns, answers) for each in turn] + [prompt.turns[len(answers)]]
+        said = ({"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents))
+        chat = [*prompt.before, *said]
         if not self._uses_template:
-            return "\n".join([*(str(message.get("content", "")) for message in prompt.before), *contents])
-        roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-        chat = [*prompt.before, *messages]
-        options: dict[str, Any] = prompt.options | ({} if self.thinks else {_THINKING: False})
-        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
+            return "\n".join(str(message.get("content", "")) for message in chat)
+        options = {"add_generation_prompt": True} | prompt.options | ({} if self.thinks else {_THINKING: False})
+        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, **options))
 
     def warn_of_thinking(self, drafters: Iterable[object]) -> None:
         """Warn of drafters that learned from answers without thinking, where the template lets the model think."""

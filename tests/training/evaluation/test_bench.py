@@ -24,7 +24,6 @@ from tokenahead.training.evaluation.bench import (
     Protocol,
     block_error,
     completions_of,
-    is_near_tie,
     quality_of,
     result_of,
     results_of,
@@ -235,8 +234,11 @@ def test_the_error_between_a_block_and_single_tokens():
         block_error(llama(vocab_size=320).to(dtype), ids[:6], ids[6:]) for dtype in (torch.float32, torch.bfloat16)
     )
     assert exact < 1e-5 < rounded < 0.5
-    assert is_near_tie({"gap": 1.9 * rounded}, rounded) and not is_near_tie({"gap": 2.1 * rounded}, rounded)
-    assert not is_near_tie({"gap": None}, rounded)
+    run, plain = pair(list(range(41)), [3] * 10, 20.0)
+    for gap, is_tie in ((1.9 * rounded, True), (2.1 * rounded, False), (None, False)):
+        run.differences = [{"index": 1, "gap": gap, "error": rounded}, None]
+        row = result_of("x", GREEDY, 1, [(run, plain)], rounded)
+        assert (row.texts, row.differing, row.near_ties, row.is_lossless) == (2, 1, is_tie, is_tie)
 
 
 def test_looping_texts_are_counted_and_in_no_speed_up():

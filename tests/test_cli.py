@@ -150,9 +150,10 @@ def test_a_path_is_said_once(capsys, folder, tmp_path):
 def test_a_model_that_is_damaged(capsys, folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    weights.write_bytes((folder / weights.name).read_bytes()[:-100])
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
     assert code == 1 and "cannot be loaded" in line
+    shutil.copy(folder / weights.name, weights)
     config.write_text(config.read_text().replace('"chunk_size": 4', '"chunk_size": 5'))
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
     reason = "window_size=32 must be a multiple of chunk_size=5"

@@ -32,14 +32,7 @@ _THREADS = 4  # on matrices as small as the demo's, further ones would only wait
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and ends the process.
-
-    Args:
-        argv: Arguments; None takes those of the process.
-
-    Raises:
-        SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
-    """
+    """Runs a command and ends the process: with 0, 1 after an error, 2 after wrong arguments, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     request = None if words and words[0] in _APART else _parse(words)
     try:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from tests.boxes import CONFIG, HELD_OUT, ROOT, TRAIN, card, release, text, train
 from tokenahead import EvaByteForMTPC
 from tokenahead.model_cards import MeasuredResults
-from tokenahead.training.box import BoxDamagedError, Excerpt, box_directory, check_box, load_box
+from tokenahead.training.box import BoxDamagedError, box_directory, check_box, load_box
 from tokenahead.training.demo import Measurement, box_model
 
 RECIPE = train.Recipe(
@@ -217,14 +217,6 @@ def test_packed_rows_hold_the_text() -> None:
 def test_licences() -> None:
     names = "MIT", "Apache-2.0 OR BSD-2-Clause", "MPL-2.0 AND MIT", "LIMITED", ""
     assert [text.is_permissive(name) for name in names] == [True, True, False, False, False]
-
-
-def test_excerpts_take_packages_in_turn() -> None:
-    a, b = (text.Package(name, "1", "MIT", [bytes([65 + i]) * 2000 for i in range(3)]) for name in "ab")
-    found = release.cut_excerpts([a, replace(b, files=[b.files[0], b"short"])], 3)
-    assert [one.package for one in found] == ["a", "b", "a"] and all(isinstance(one, Excerpt) for one in found)
-    with pytest.raises(ValueError, match="held-out"):
-        release.cut_excerpts([replace(a, files=[b"short"])], 3)
 
 
 def test_the_first_screen_is_filled_between_its_comments(box: Path, tmp_path: Path) -> None:

@@ -52,14 +52,7 @@ _Cell = Callable[[DecodingResult], str | Text]
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
-    """Measure, show the table, and write results and figures.
-
-    Raises:
-        FileNotFoundError: No such model or prompts.
-        ValueError: Prompts, methods or settings that cannot be used, or a directory of other settings.
-        OSError: What the Hub cannot give, or a directory that cannot be written to.
-        KeyboardInterrupt: After what was measured until then is shown and written.
-    """
+    """Measure, show the table, and write results and figures; after an interruption, of what is there."""
     console = console or Console(highlight=False, emoji=False)
     if request.threads is not None:
         torch.set_num_threads(request.threads)

@@ -126,6 +126,7 @@ KINDS: dict[str, type[DrafterArguments]] = {
 class TrainConfig(SFTConfig):
     """`trl.SFTConfig` with full precision where there is no accelerator, and settings of batches."""
 
+    disable_tqdm: bool | None = option(False, "Leave out the bar of the run.")
     tokens_per_batch: int | None = option(
         None,
         "Tokens of a batch of one process, which has as many rows as fit, joined without padding where the model reads "
@@ -225,7 +226,7 @@ def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
     kinds: Any = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, config)
     parser = _Parser(kinds, prog=f"tokenahead {command}", usage=usage, allow_abbrev=False)
     # a frozen backbone stores no activations, and services get reports where that is asked for
-    parser.set_defaults(report_to="none", gradient_checkpointing=None, disable_tqdm=False)
+    parser.set_defaults(report_to="none", gradient_checkpointing=None)
     try:
         unknown = parser.set_defaults_with_config(**values)
         *parts, rest = parser.parse_args_into_dataclasses(flags, True, look_for_args_file=False)

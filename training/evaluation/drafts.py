@@ -3,12 +3,10 @@
 The verifier's distribution of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives
 it for every depth. The drafter's is conditioned on the true tokens before it. Nothing is drawn.
 
-Expected calls: how many verifications speculative decoding would take to write a sequence.
-
-Let x_0 .. x_T be a sequence that follows the target's distributions p, and q the drafter's, both conditioned on the
-tokens of x before each. Of a cycle that begins with x_t, the first k drafts are accepted, and the sequence continues as
-x does, with the probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over
-x_{t+1} .. x_{t+j}
+Expected calls are how many verifications speculative decoding would take to write a sequence. Let x_0 .. x_T be a
+sequence that follows the target's distributions p, and q the drafter's, both conditioned on the tokens of x before
+each. Of a cycle that begins with x_t, the first k drafts are accepted, and the sequence continues as x does, with the
+probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over x_{t+1} .. x_{t+j}
 
     block (Sun et al. 2024)         m_k = min over j <= k of min(1, Q_j / P_j)
     token (Leviathan et al. 2023)   m_k = product over j <= k of min(1, q_j / p_j)
@@ -243,19 +241,12 @@ def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]
 
 @torch.no_grad()
 def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, temperature: float = 0.0) -> torch.Tensor:
-    """Return accuracies by depth and rank, given the true tokens before (Medusa, arXiv 2401.10774, section 2.3.3).
+    """Return accuracies [m, R] by depth and rank, given the true tokens before (Medusa, arXiv 2401.10774, 2.3.3).
 
-    `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`.
-
-    Args:
-        model: See `drafted_probs`.
-        batches: Likewise; outputs of the backbone measure future drafts.
-        ranks: R, proposals per depth; at most the size of the vocabulary.
-        temperature: Temperature of the target. 0: whether its likeliest token is proposed. Else: the probability that
-            it draws the proposal, which is that of accepting it in a tree of fixed shape.
-
-    Returns:
-        [m, R] float64, m depths; the first drafted token is two tokens ahead.
+    `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`. Arguments as for
+    `drafted_probs`; outputs of the backbone measure future drafts. At temperature 0: whether the target's likeliest
+    token is among R proposals. Else: the probability that it draws the proposal, which is that of accepting it in a
+    tree of fixed shape. The first drafted token is two tokens ahead.
     """
     was_training = model.training
     model.eval()

@@ -38,13 +38,10 @@ def read_prompts(
 ) -> tuple[list[Prompt], list[str]]:
     """Return the prompts of a file or of a data set, and the errors of the rows that were left out.
 
-    Args:
-        source: A `.jsonl` with JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
-            `messages`, `prompt` or `text`, and, optionally, `question_id`, `category`, `reference` or `answer`, and
-            for the chat template `tools` and `chat_template_kwargs`; any other file with a prompt per line; or
-            `NAME:SPLIT` or `NAME:CONFIG:SPLIT` of a data set with such rows, on the Hub or in a directory.
-        skip_broken: Leave out rows that hold no prompt.
-        ignore_columns: Of such objects, what is left out unread; other columns that are not known are refused.
+    The source is a `.jsonl` with JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
+    `messages`, `prompt` or `text`, and, optionally, `question_id`, `category`, `reference` or `answer`, and for the
+    chat template `tools` and `chat_template_kwargs`; any other file with a prompt per line; or `NAME:SPLIT` or
+    `NAME:CONFIG:SPLIT` of a data set with such rows. Columns that are not known or in `ignore_columns` are refused.
     """
     prompts, broken = list[Prompt](), list[str]()
     for number, row in enumerate(_rows(str(source)), 1):

@@ -91,18 +91,3 @@ def test_rollouts_of_grpo_are_drafted_by_a_head_that_learns(task, folders, tmp_p
     before, after = (load_file(folder / "model.safetensors") for folder in (head, policy / "head"))
     assert any(not before[name].equal(after[name].to(before[name].dtype)) for name in before)
     assert (policy / "adapter_model.safetensors").is_file()
-
-
-def test_rewards_of_grpo_are_graded():
-    module = script("grpo")
-
-    def said(*answers):
-        return [[{"content": answer}] for answer in answers]
-
-    assert module.near_the_sum(said("It is 12.", "no", "7 + 4 = 11"), answer=["11"] * 3) == [0.5, 0.0, 1.0]
-    assert module.is_list(said("1. a\n- b\n\nc", "")) == [2 / 3, 0.0]
-    assert module.near_200_characters(said("x" * 150, "x" * 300)) == [-0.25, -0.5]
-    sums, _ = module.prompts("sums")
-    assert sums[0]["prompt"][0]["content"].endswith("=") and int(sums[0]["answer"]) >= 20
-    with pytest.raises(ValueError, match="task"):
-        module.prompts("poem")

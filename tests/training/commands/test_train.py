@@ -76,7 +76,7 @@ def test_the_command_reads_a_file_and_flags(settings_of, tmp_path, capsys):
 
 @pytest.mark.by_day("True")
 @pytest.mark.parametrize("packing", [False, True])
-def test_long_rows_are_left_out_where_that_is_asked_for(packing, settings_of, data):
+def test_long_rows_are_left_out_where_that_is_asked_for(packing, settings_of, data, tmp_path):
     texts = [json.loads(line)["text"] for line in data["text"].read_text().splitlines()]
     short = [text for text in texts if len(EvaByteTokenizer()(text).input_ids) < 64]  # the end of a row is a token, too
     assert 0 < len(short) < len(texts)
@@ -85,7 +85,7 @@ def test_long_rows_are_left_out_where_that_is_asked_for(packing, settings_of, da
     joined = " ".join(EvaByteTokenizer().decode(row["input_ids"]) for row in trainer.train_dataset)
     assert all(joined.count(text) == texts.count(text) * (text in short) for text in set(texts))
     with pytest.raises(ValueError, match="drop_longer=True.*max_length=4"):
-        train(settings_of(**options, max_length=4))
+        train(settings_of(**options, max_length=4, output_dir=str(tmp_path / "short")))
 
 
 @pytest.mark.by_day("{'packing': True}")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -28,7 +28,6 @@ with needs_extra("train", "tokenahead train"):
     from trl.trainer.model_config import ModelConfig
     from trl.trainer.sft_config import SFTConfig
 
-T = TypeVar("T")
 _SECTIONS = {"drafter_options", "loss_options", "strategy", "regenerate", "features_engine", "acceptance"}
 
 
@@ -191,7 +190,7 @@ class _Parser(TrlParser):
         return super().set_defaults_with_config(**words)
 
 
-def filled(section: str, values: Mapping[str, object], kind: type[T]) -> T:
+def filled(section: str, values: Mapping[str, object], kind: Any) -> Any:
     """Return a dataclass of options from a section of the settings; refuse options that it does not have."""
     parser = _Parser(kind, add_help=False, allow_abbrev=False)
     try:

@@ -297,8 +297,9 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
 
 def _endpoint(engine: str | Kwargs, **options: Any) -> Endpoint:
     """Return the server of `engine`: its address, or fields of `Endpoint`."""
+    given: Kwargs = engine if isinstance(engine, dict) else {"url": engine}
     try:
-        return Endpoint(**options | (engine if isinstance(engine, dict) else {"url": engine}))
+        return Endpoint(**options | given)
     except TypeError as error:
         raise ValueError(f"engine={engine!r}: {error}") from None
 

@@ -91,7 +91,7 @@ def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
     said = next((entry[name] for name in ("reference", "answer") if name in entry), [])
     references = tuple(each if isinstance(each, str) else None for each in ([said] if isinstance(said, str) else said))
     name, category = str(entry.get("question_id", number)), str(entry.get("category") or "prompts")
-    return Prompt(name, tuple(turns), category, before, references, template_options(entry))
+    return Prompt(name, tuple(map(str, turns)), category, before, references, template_options(entry))
 
 
 def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:
@@ -159,8 +159,8 @@ class PromptEncoder:
         chat = [*prompt.before, *said]
         if not self._uses_template:
             return "\n".join(str(message.get("content", "")) for message in chat)
-        options = {"add_generation_prompt": True} | prompt.options | ({} if self.thinks else {_THINKING: False})
-        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, **options))
+        options: Kwargs = prompt.options | ({} if self.thinks else {_THINKING: False})
+        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
 
     def warn_of_thinking(self, drafters: Iterable[object]) -> None:
         """Warn of drafters that learned from answers without thinking, where the template lets the model think."""

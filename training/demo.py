@@ -22,11 +22,10 @@ from ..generation.attach import MTPGenerationMixin
 from ..generation.drafter import BaseDrafter
 from .box import EXCERPTS, check_box, code_prompts, heads_in, load_box
 from .commands.bench import RESULTS, show, write
-from .evaluation.bench import Bench, Protocol
+from .evaluation.bench import Bench, Completion, Protocol, completions_of, measured_results
 from .evaluation.decoding import MODES, DecodingMode, Method
 from .evaluation.methods import drafting_method, named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder, read_prompts
-from .evaluation.summary import Completion, completions_of, measured_results
 from .loading import load_model, unit_of
 from .results import MeasuredResults, environment, hardware
 from .utils import shown_word, visible

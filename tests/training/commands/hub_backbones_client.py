@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.modeling.heads.joint import JointMTPModel
-from tokenahead.training.commands.models import with_moved_backbone
 from tokenahead.training.commands.settings import read_settings
+from tokenahead.training.commands.train import with_moved_backbone
 from tokenahead.training.completion import complete
 from tokenahead.training.requests import GenerateRequest
 

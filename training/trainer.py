@@ -14,23 +14,14 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils.generic import ModelOutput
 
 from ..generation.tensors.shared_models import shard
-from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.outputs import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
-from .trainer_base import (
-    BaseTrainer,
-    Inputs,
-    check_depths,
-    check_ids,
-    without_peft,
-)
+from .trainer_base import BaseTrainer, Inputs, check_depths, check_ids, without_peft
 
 
 class MTPTrainer(BaseTrainer):
     """transformers' Trainer for a model with multi-token heads, or for heads that are attached to a backbone.
-
-    What differs from `Trainer`:
 
     - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
       rules for padding and packed documents, and the loss of depth j is divided by count j;
@@ -43,7 +34,6 @@ class MTPTrainer(BaseTrainer):
     - columns of rows are read, known to change nothing, or refused by name (`training.columns`);
     - rows of a training batch are joined without padding where the model reads joined rows apart (which is tried); else
       a budget of tokens has rows of similar lengths, padded;
-    - `strategy` decides which parts learn, when, how fast and from what;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
@@ -75,24 +65,21 @@ class MTPTrainer(BaseTrainer):
         tokens_per_batch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if model is not None and not isinstance(without_peft(model), TrainableDrafter):
-            raise TypeError(
-                f"MTPTrainer needs a model with drafts to train, not a {type(without_peft(model)).__name__}"
-            )
-        config = None if model is None else model.config
-        use_cache = {name: value for name, value in vars(config or self).items() if name == "use_cache"}
+        owner = without_peft(model)
+        if model is not None and not isinstance(owner, TrainableDrafter):
+            raise TypeError(f"MTPTrainer needs a model with drafts to train, not a {type(owner).__name__}")
+        fields = {} if model is None else vars(model.config)
+        before = {name: fields[name] for name in fields if name == "use_cache"}
         if strategy is not None:
-            if model is None:
-                raise ValueError("strategy is applied to a model: pass model=, not model_init=")
-            model = prepare(model, strategy)
+            model = prepare(cast(nn.Module, model), strategy)
             if strategy.shard_backbone:
-                owner = untyped(without_peft(model))
-                shard(owner.policy if owner.is_apart else owner.inner, cast(torch.device, PartialState().device))
+                whole = without_peft(model)
+                shard(whole.policy if whole.is_apart else whole.inner, cast(torch.device, PartialState().device))
         self.strategy = strategy
         self.balance: LossBalance | None = None
         self._unwrapped: tuple[Any, Any] = None, None
         super().__init__(model, *args, tokens_per_batch=tokens_per_batch, **kwargs)
-        for callback in [] if strategy is None else callbacks_of(strategy):
+        for callback in callbacks_of(strategy) if strategy is not None else ():
             self.add_callback(callback)
         heads = self._drafter.head_config
         if heads is not None and heads.loss_options.balance == "rms":
@@ -100,9 +87,8 @@ class MTPTrainer(BaseTrainer):
             self.add_callback(self.balance)
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
             self.args.ddp_find_unused_parameters = True  # waiting parts get no gradient
-        if config is not None:
-            vars(config).pop("use_cache", None)
-            vars(config).update(use_cache)
+        fields.pop("use_cache", None)  # `Trainer` sets it, and it would be saved
+        fields.update(before)
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError("cp_size and sp_size cut sequences, and windows would end at each cut: set both to 1")
 
@@ -113,7 +99,7 @@ class MTPTrainer(BaseTrainer):
 
     @property
     def _owner(self) -> Any:
-        """The model without wrappers of distribution; cached, because unwrapping takes a millisecond."""
+        """The model without wrappers of distribution, of which unwrapping takes a millisecond."""
         if self._unwrapped[0] is not self.model:
             self._unwrapped = self.model, self.accelerator.unwrap_model(self.model)
         return self._unwrapped[1]
@@ -130,10 +116,7 @@ class MTPTrainer(BaseTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return the model's own loss, and add its parts to the means for the log.
-
-        As in `Trainer`, but `num_items_in_batch` are the targets per depth over the whole update, [n].
-        """
+        """Return the model's own loss; `num_items_in_batch` are the targets per depth over the whole update, [n]."""
         # the logits of a training step are not read, and a cache would only cost memory
         defaults: Inputs = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
         if model.training and self.balance is not None:
@@ -150,15 +133,15 @@ class MTPTrainer(BaseTrainer):
 
     def _sums(self, outputs: ModelOutput, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of one micro-batch for the running means, and their counts, in the order of `_mean_names`."""
-        counts, pairs = self._depth_counts(inputs), []
-        depths = len(counts)
-        for name, size in (("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths)):
-            mean, count = outputs.get(name), counts[:size]
+        counts = self._depth_counts(inputs)
+        sizes, means = {"head_losses": len(counts), "backbone_loss": 1, "acceptances": len(counts)}, []
+        for name, size in sizes.items():
+            mean = outputs.get(name)
             if mean is None:
-                mean = torch.full_like(count, torch.nan, dtype=torch.float32)
-            mean = mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
-            pairs.append((mean, count))
-        means, counts = (torch.cat(parts) for parts in zip(*pairs))
+                mean = counts.new_full((size,), torch.nan, dtype=torch.float32)
+            mean = mean.reshape(-1, size).nanmean(0)  # DataParallel: a row per replica
+            means.append(mean.float().to(counts.device))
+        counts, means = torch.cat([counts[:size] for size in sizes.values()]), torch.cat(means)
         counts = torch.where(means.isnan(), 0, counts)
         return torch.where(counts > 0, means * counts, 0.0), counts
 
@@ -205,21 +188,13 @@ class MTPTrainer(BaseTrainer):
         return self._drafter.loss_counts(*(inputs.get(name) for name in names))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
-        """Return the micro-batches of an update and their targets per depth.
-
-        Warns, before the first step, of depths that no row reaches.
-
-        Raises:
-            ValueError: Before the first step, if no row of the training data has a target, or ids are invalid.
-        """
-        batches, items = super().get_batch_samples(*args, **kwargs)
-        counts = items if isinstance(items, torch.Tensor) else None
+        """Return the micro-batches of an update and their targets per depth; data without any are refused."""
+        batches, counts = super().get_batch_samples(*args, **kwargs)
         if self.balance is not None:
             self.balance.close(self.accelerator)
         if counts is not None and self.state.global_step == self._initial_global_step:
-            depths = counts.view(-1, self._drafter.num_losses)[0]
-            check_depths(depths, self._depth_counts, self.get_train_dataloader)
-        return batches, counts
+            check_depths(cast(torch.Tensor, counts), self._depth_counts, self.get_train_dataloader)
+        return batches, cast(torch.Tensor | None, counts)
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
         """Return the targets per depth in all micro-batches of an update and, if processes share it, on all of them."""

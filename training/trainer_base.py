@@ -10,8 +10,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_compiled_module
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -23,7 +22,6 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
 
 from ..generation.tensors.saving import finish, whole_directory
 from ..generation.tensors.shared_models import gathered_state, shares_hidden
@@ -34,52 +32,30 @@ from .checkpoints import ResumingMixin, check_checkpoint
 from .progress import TokenProgress
 from .pushing import TrainerPushMixin
 
-logger = logging.get_logger(__name__)
 BATCHES_TO_SEARCH = 1000
 """Batches that are searched for a target, where the first update has none."""
-_IDS = ("input_ids", "labels", "shift_labels")
 
 
 def check_depths(
     counts: torch.Tensor, count: Callable[[Inputs], torch.Tensor], batches: Callable[[], Iterable[Inputs]]
 ) -> None:
-    """Search for targets at every depth, in the counts [n] of the first update and, where it lacks some, in batches.
-
-    Warns of depths that no row reaches.
-
-    Raises:
-        ValueError: No targets at all.
-    """
-    has_targets = counts.bool().cpu()
-    for batch in islice(batches(), BATCHES_TO_SEARCH) if not has_targets.all() else ():
-        has_targets = has_targets | count(batch).bool().cpu()
-        if has_targets.all():
-            return
-    if not has_targets.any():
+    """Refuse data without a target, in the counts [n] of the first update and, where it has none, in batches."""
+    if not (counts.any() or any(count(batch).any() for batch in islice(batches(), BATCHES_TO_SEARCH))):
         raise ValueError("train_dataset has no targets: its labels are -100 everywhere, or its rows have one token")
-    if not has_targets.all():
-        missing = ", ".join(str(depth + 1) for depth in (~has_targets).nonzero()[:, 0].tolist())
-        logger.warning(f"no row of train_dataset reaches depth {missing}, whose heads learn nothing: give longer rows")
 
 
 def check_ids(batches: Sequence[Inputs], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary: on an accelerator these would only show as a failed assertion of a kernel."""
     for batch in batches:
-        for name in _IDS:
+        for name in ("input_ids", "labels", "shift_labels"):
             if isinstance(ids := batch.get(name), torch.Tensor):
                 check_targets(ids.cpu(), vocab_size, name)
 
 
-def check_kernels(args: TrainingArguments, model: nn.Module | None = None) -> None:
-    """Refuse compiled steps, and keep liger's kernel of the loss away.
-
-    Raises:
-        ValueError: `torch_compile`, also of `accelerate launch --dynamo_backend`, or a model that is compiled already:
-            losses make their gradients in their forward, in chunks of the rows that have targets.
-    """
-    is_compiled = model is not None and (is_compiled_module(model) or model._compiled_call_impl is not None)
-    if args.torch_compile or is_compiled or TorchDynamoPlugin().backend != DynamoBackend.NO:
-        raise ValueError("torch_compile=True would compile losses again for every batch: leave it, and dynamo, out")
+def check_kernels(args: TrainingArguments) -> None:
+    """Refuse compiled steps, and keep liger's kernel of the loss away."""
+    if args.torch_compile:
+        raise ValueError("torch_compile=True would compile losses again for every batch: leave it out")
     if args.use_liger_kernel:  # its loss, on by default, would replace the drafter's
         args.liger_kernel_config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
 
@@ -132,8 +108,8 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         self.tokens_per_batch = tokens_per_batch
         if self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding:
             self.data_collator = Collator(cast(Any, self.processing_class))  # these do not pad labels
-        check_kernels(self.args, cast(nn.Module, self.model))
-        plugin = plugin_of_deepspeed(self)
+        check_kernels(self.args)
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
         if plugin is not None and plugin.zero_stage == 3:
             raise ValueError("zero_stage=3 of DeepSpeed divides the unembedding that heads read: use 1 or 2, or FSDP2")
         if self.args.label_smoothing_factor:
@@ -147,13 +123,16 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         if self.args.device.type == "cpu" and getattr(self.model, "tp_size", None) and not self.args.parallelism_config:
             self.args.parallelism_config = CpuParallelism()  # which gets its sizes from the model
         super().create_accelerator_and_postprocess()
-        started, found = int(os.environ.get("WORLD_SIZE", 1)), self.accelerator.num_processes
-        if started > found:
+        started = int(os.environ.get("WORLD_SIZE", 1))
+        if started > self.accelerator.num_processes:
             raise ValueError(f"WORLD_SIZE={started} processes would train alone in one directory: pass use_cpu=True")
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
-        policy = None if plugin is None else plugin.mixed_precision_policy
-        if isinstance(policy, MixedPrecisionPolicy):
-            plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+        plugin = self._fsdp_plugin
+        if plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+
+    @property
+    def _fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        return self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`; what processes share of a frozen backbone is none of DDP's business."""
@@ -185,15 +164,14 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         means = self._means[False] = RunningMeans()
         output = super().evaluation_loop(*args, **kwargs)
         prefix, totals = kwargs.get("metric_key_prefix", "eval"), means.take(self.accelerator)
-        metrics = output.metrics if output.metrics is not None else {}
+        metrics = cast(dict[str, float], output.metrics)
         metrics.update(named_means(totals, self._mean_names(), f"{prefix}_"))
         loss = None if totals is None else self._pooled_loss(totals[0], totals[1])
         if loss is not None:
             metrics[f"{prefix}_loss"] = loss
         for callback in self.callback_handler.callbacks:  # so that they are logged, and decide on the best checkpoint
-            measure = getattr(callback, "evaluation_metrics", None)
-            if measure is not None:
-                metrics.update(measure(self, prefix))
+            if hasattr(callback, "evaluation_metrics"):
+                metrics.update(callback.evaluation_metrics(self, prefix))
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
@@ -201,11 +179,10 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         return super().prediction_step(model, self.without_repeats(inputs), *args, **kwargs)
 
     def without_repeats(self, inputs: Inputs) -> Inputs:
-        """Return the batch with labels of -100 in sequences that some process has already seen.
+        """Return the batch with labels of -100 in repeated sequences, with which accelerate fills the last one up.
 
-        accelerate fills the last batch up with sequences of the first, so that every process has one; `Trainer` drops
-        their predictions, but their losses would count twice. Sequences that are joined without padding cannot be told
-        apart: of these, only batches that consist of repeats are left out.
+        `Trainer` drops their predictions, but their losses would count twice. Of sequences that are joined without
+        padding, only batches that consist of repeats are left out.
         """
         state, labels, size = self.accelerator.gradient_state, inputs.get("labels"), self.get_tp_size()
         is_last = state.end_of_dataloader and self.accelerator.num_processes > size
@@ -224,7 +201,7 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`; also of a model that FSDP sharded, whatever `fsdp_state_dict_type` checkpoints have."""
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        plugin = self._fsdp_plugin
         if plugin is None or _internal_call:
             super().save_model(output_dir, _internal_call)
             return
@@ -247,31 +224,21 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         """As in `Trainer`, or by the model itself; a checkpoint of another model is refused."""
-        finish(resume_from_checkpoint)
-        check_checkpoint(resume_from_checkpoint, self._owner)
-        if not self._load_several(resume_from_checkpoint):
-            with self._shares_hidden():
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        check_checkpoint(finish(resume_from_checkpoint), self._owner)
+        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:  # several directories; no shards
+            self._owner.load_checkpoint(resume_from_checkpoint)
+            return
+        with self._shares_hidden():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """See `_load_from_checkpoint`."""
-        if self.state.best_model_checkpoint is not None:
-            finish(self.state.best_model_checkpoint)
-        if not self._load_several(self.state.best_model_checkpoint):
-            with self._shares_hidden():
-                super()._load_best_model()
-
-    def _load_several(self, checkpoint: str | None) -> bool:
-        """Load a model that consists of several directories; return whether it is one. Trainer itself reads shards."""
-        if checkpoint is None or self.is_fsdp_enabled or not hasattr(self._owner, "load_checkpoint"):
-            return False
-        self._owner.load_checkpoint(checkpoint)
-        return True
-
-
-def plugin_of_deepspeed(trainer: Trainer) -> Any:
-    """Return DeepSpeed's settings; None where it is not used."""
-    return trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+        """As in `Trainer`, by the way of `_load_from_checkpoint` where that loads the model itself."""
+        checkpoint = self.state.best_model_checkpoint
+        if checkpoint is not None and hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
+            self._load_from_checkpoint(checkpoint)
+            return
+        with self._shares_hidden():
+            super()._load_best_model()
 
 
 def without_peft(model: Any) -> Any:

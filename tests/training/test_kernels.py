@@ -55,23 +55,6 @@ def test_no_trainer_takes_it(kind, asked, tmp_path):
         made(kind, tmp_path, **options)
 
 
-def test_a_backend_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    with pytest.raises(ValueError, match="torch_compile"):
-        made("heads", tmp_path)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_refused(in_place, tmp_path):
-    heads = MTPHeads.from_backbone(backbone(), window=3)
-    if in_place:
-        heads.compile(backend="eager")
-    else:
-        heads = torch.compile(heads, backend="eager")
-    with pytest.raises(ValueError, match="torch_compile"):
-        MTPTrainer(heads, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), train_dataset=ROWS)
-
-
 def test_ligers_loss_never_replaces_that_of_a_drafter(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "device", torch.device("cuda"))
     given = {"output_dir": str(tmp_path), "use_liger_kernel": True, "report_to": "none"}

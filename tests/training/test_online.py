@@ -126,7 +126,9 @@ def run(folder, kind="eagle", resume=None, dtype=torch.float32, stop=None, **opt
 
 
 def optimized(online):
-    return dict(online._optimized())
+    state = online.prepare().state_dict()["state"]
+    moments = {f"{key}.{name}": each for key in state for name, each in state[key].items()}
+    return moments | {str(number): each for number, each in enumerate(online.masters)}
 
 
 def check_equal(one, other):

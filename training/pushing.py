@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -24,7 +24,6 @@ from ..modeling.heads.joint import JointMTPModel
 from .utils import visible, without_directories
 
 logger = logging.get_logger(__name__)
-_FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
 _OF_THE_RUN = ("metrics.json", *(f"{name}_results.json" for name in ("all", "train", "eval", "test")))
 """Files of a run directory that are pushed beside the model's: its log, and measured results."""
 _OF_RESUMING = (
@@ -36,10 +35,9 @@ _OF_RESUMING = (
 _API = HfApi()
 """One for all: uploads in the background run one after the other."""
 _Names = str | Iterable[str] | None
-_TrainerBase = Trainer if TYPE_CHECKING else object
 
 
-class TrainerPushMixin(_TrainerBase):
+class TrainerPushMixin(Trainer):
     """`create_model_card`, `push_to_hub` and pushes while training; to be placed before `Trainer`."""
 
     def create_model_card(
@@ -57,18 +55,16 @@ class TrainerPushMixin(_TrainerBase):
     ) -> None:
         """Write README.md to `output_dir`; one that a person wrote or edited is left unchanged.
 
-        The arguments are those of `Trainer`; `tasks` is not used, `dataset_name` is TRL's word for `dataset`. Of a file
-        of this machine the bare name is shown; another path of it is a ValueError.
+        As in `Trainer`; `tasks` is not used, `dataset_name` is TRL's word for `dataset`. Of a file of this machine the
+        bare name is shown; another path of it is a ValueError.
         """
         if not self.is_world_process_zero():
             return
         cards, model = handed("card"), self.accelerator.unwrap_model(self.model)
         model = model.heads if isinstance(model, JointMTPModel) else model
         names = [without_directories(name) for name in _listed(dataset or dataset_name)]
+        ids = [name for name in (*_listed(dataset_tags), *names) if "/" in name and cards.hub_id(name)]
         names = [f"{name} ({part})" for name, part in zip(names, _listed(dataset_args))] or names
-        builder = getattr(self.train_dataset, "builder_name", None)  # the name that `datasets` has for the data
-        known = [] if builder in _FILE_READERS else _listed(builder)
-        data_ids = [name for name in _listed(dataset_tags) or known if cards.hub_id(name)]
         # a drafter that was read from the Hub derives from its backbone, which its config names
         origin = None if isinstance(model, AttachableDrafter) else model.config.name_or_path
         try:
@@ -76,13 +72,13 @@ class TrainerPushMixin(_TrainerBase):
                 model,
                 None,
                 repo_id=vars(self).get("hub_model_id") or self.args.hub_model_id,
-                training_data=self._data_text(names or data_ids),
+                training_data=self._data_text(names or ids),
                 training_description=self._recipe_text(model),
                 hyperparameters=extract_hyperparameters_from_trainer(self),
                 training_results=self._log_text(),
                 base_model=cards.hub_id(finetuned_from or origin),
                 tags=[*_listed(tags), *_listed(getattr(self, "_tag_names", None))],  # the latter: TRL's
-                datasets=data_ids or None,
+                datasets=ids or None,
                 language=language,
                 license=license,
                 model_name=model_name,
@@ -102,11 +98,9 @@ class TrainerPushMixin(_TrainerBase):
     def _recipe_text(self, model: torch.nn.Module) -> str:
         sizes = [(each.numel(), each.numel() * each.requires_grad) for each in model.parameters()]
         total, learned = map(sum, zip(*sizes))
-        return (
-            f"Trained by `{type(self).__name__}` for {self.state.global_step:,} steps ({learned:,} parameters learned, "
-            f"of {total:,}), with tokenahead {__version__}, transformers {transformers.__version__}, "
-            f"torch {torch.__version__}."
-        )
+        trained = f"Trained by `{type(self).__name__}` for {self.state.global_step:,} steps"
+        versions = f"tokenahead {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+        return f"{trained} ({learned:,} parameters learned, of {total:,}), with {versions}."
 
     def _log_text(self) -> str | None:
         _, lines, last = parse_log_history(self.state.log_history)

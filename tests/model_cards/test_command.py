@@ -8,8 +8,7 @@ from tests.test_cli import error_of, run
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults, render_card, write_card
-from tokenahead.model_cards.command import make_card
-from tokenahead.training.evaluation.prompts import read_prompts
+from tokenahead.model_cards.card import make_card
 from tokenahead.training.requests import CardRequest
 
 
@@ -59,20 +58,6 @@ def test_a_card_of_a_drafter_needs_no_backbone(tmp_path):
     assert not (tmp_path / "heads" / "README.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("empty.txt", "\n \n", "no prompt in it"),
-        ("bad.jsonl", '"a"\n{', "line.*2"),
-        ("other.jsonl", '{"promt": "a"}', "line.*1"),
-    ],
-)
-def test_prompts_that_are_none(tmp_path, name, text, told):
-    (tmp_path / name).write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=told):
-        read_prompts(tmp_path / name)
-
-
 @pytest.mark.core
 def test_refusals_are_one_line(folder, tmp_path, capsys):
     code, line = error_of(capsys, "card", folder, "--results", tmp_path / "none.json")
@@ -83,8 +68,3 @@ def test_refusals_are_one_line(folder, tmp_path, capsys):
     (folder / "README.md").write_text(own)
     code, line = error_of(capsys, "card", folder)
     assert code == 1 and "overwrite=True" in line and (folder / "README.md").read_text() == own
-
-
-def test_the_package_alone_is_said_where_no_code_lies(tmp_path):
-    small_model().save_pretrained(tmp_path, remote_code=None)
-    assert ModelCard.load(make_card(CardRequest(str(tmp_path), license="mit"))).data.library_name == "tokenahead"

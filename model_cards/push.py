@@ -82,8 +82,8 @@ def push_to_hub(
         The commit; its `repo_url` is the address of the repository.
 
     Raises:
-        ValueError: Malformed metadata; `files` clash with what is saved; `private` is True and the repository exists
-            and is public; or it holds another model.
+        ValueError: Malformed metadata, `files` that clash with what is saved, `private=True` where the repository is
+            public, or one that holds another model.
 
     Example:
         >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", picture="acceptance.png")

@@ -63,7 +63,6 @@ class AcceptanceCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Refuse acceptance alone as the metric of the best checkpoint where the backbone learns."""
         metric = (args.metric_for_best_model or "").removeprefix("eval_")
         is_acceptance = metric.startswith(("expected_accepted", "accepted_", "generated_"))
         if is_acceptance and has_probs(drafter_of(model)) and _backbone_learns(model):

@@ -7,7 +7,7 @@ import json
 import warnings
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -29,7 +29,6 @@ from ..modeling.common.stored_drafters import drafter_class
 from .parts import of_first
 from .utils import replace_file
 
-_TrainerBase = Trainer if TYPE_CHECKING else object
 _SUMS = "checksums.json"
 """The file of a checkpoint that is written last, with the checksums of all others."""
 _OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
@@ -68,7 +67,6 @@ class ChecksumWriter(TrainerCallback):
     """Writes the checksums of every checkpoint, when all processes and callbacks have written their files."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write them in the first process."""
         if args.world_size > 1:
             torch.distributed.barrier()
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
@@ -76,7 +74,7 @@ class ChecksumWriter(TrainerCallback):
             replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
 
 
-class ResumingMixin(_TrainerBase):
+class ResumingMixin(Trainer):
     """`train` that resumes from whole checkpoints alone; to be placed before `Trainer`."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:

@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
@@ -35,17 +35,10 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
     checkpoints. Without a trainer, call `update()` to learn, and `save` and `load`.
 
     Args:
-        drafter: See `OnlineLearner`, as all that follows.
-        learning_rate: Of AdamW.
-        rows: Sequences of an update, on each process.
-        updates: Steps of the optimizer each time.
-        capacity: Tokens that are recorded, on each process.
+        drafter: See `OnlineLearner`.
         seed: Of the choice of sequences.
         every_steps: Learn after so many steps of the policy.
-
-    Raises:
-        TypeError: A drafter that does not learn from states.
-        ValueError: A drafter that is frozen or learns online already, or a number out of range.
+        options: Further arguments of `OnlineLearner`: `learning_rate`, `rows`, `updates`, `capacity`, of each process.
 
     Example:
         >>> head = EagleHead.from_pretrained("eagle").attach(model, default=True)
@@ -56,24 +49,14 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
     is_shared = True
 
-    def __init__(
-        self,
-        drafter: OnlineMixin,
-        learning_rate: float = 1e-4,
-        rows: int = 8,
-        updates: int = 1,
-        capacity: int = 2**14,
-        seed: int = 0,
-        every_steps: int = 1,
-    ) -> None:
+    def __init__(self, drafter: OnlineMixin, *, seed: int = 0, every_steps: int = 1, **options: Any) -> None:
         self.every_steps = every_steps
         check_values(self, {}, {"every_steps": "[1, inf)"})
-        super().__init__(drafter, learning_rate, rows, updates, capacity, seed + _rank())
+        super().__init__(drafter, seed=seed + _rank(), **options)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Continue from the checkpoint that the run is resumed from."""
         if state.global_step:
             chosen = Path(args.resume_from_checkpoint or "")
             self.load(chosen if (chosen / ONLINE_DIRECTORY).is_dir() else _checkpoint(args, state))
@@ -81,12 +64,10 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Learn."""
         if state.global_step % self.every_steps == 0:
             self.update()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the directory into the checkpoint that the trainer has written."""
         self.save(_checkpoint(args, state))
 
     def save(self, folder: str | PathLike) -> None:

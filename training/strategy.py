@@ -92,10 +92,6 @@ class TrainingStrategy:
             if entry.name.startswith(tuple(unread)) and value != entry.default:
                 raise ValueError(f"{entry.name}={value!r} has no effect: see TrainingStrategy")
 
-    def warmup_steps(self, max_steps: int) -> int:
-        """Return how many of `max_steps` the head learns alone."""
-        return round(self.head_warmup * max_steps) if self.head_warmup < 1 else int(self.head_warmup)
-
 
 _BALANCE_FILE = "loss_balance.json"
 
@@ -128,7 +124,6 @@ class MTPLossWeightSchedule(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the weight of the step that begins."""
         parts = without_peft(kwargs["model"]).modules()
         owner = next((part for part in parts if getattr(part, "mtp_loss_weight", None) is not None), None)
         if owner is None:
@@ -146,13 +141,13 @@ class HeadWarmup(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set for the step that begins whether everything learns."""
         model = getattr(kwargs["model"], "module", kwargs["model"])
         if self.waiting is None:
             parts = without_peft(model).parts()
             head = {id(p) for name in parts.keys() - {"draft_layers"} for p in parts[name].parameters()}
             self.waiting = [p for p in model.parameters() if p.requires_grad and id(p) not in head]
-        is_over = state.global_step >= self.strategy.warmup_steps(state.max_steps)
+        steps = self.strategy.head_warmup
+        is_over = state.global_step >= (round(steps * state.max_steps) if steps < 1 else int(steps))
         for parameter in self.waiting:
             parameter.requires_grad_(is_over)
 
@@ -186,7 +181,6 @@ class LossBalance(TrainerCallback):
         return torch.ones(depths) if self.factors is None else self.factors
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the factors next to the checkpoint's weights."""
         if self._accelerator is not None:
             self.close(self._accelerator)
         if state.is_world_process_zero and self.factors is not None:
@@ -194,7 +188,6 @@ class LossBalance(TrainerCallback):
             replace_file(checkpoint / _BALANCE_FILE, json.dumps(self.factors.tolist()))
 
     def load(self, checkpoint: str) -> None:
-        """Load the factors of a checkpoint, if it has some."""
         path = Path(checkpoint) / _BALANCE_FILE
         if path.exists():
             self.factors = torch.tensor(json.loads(path.read_text(encoding="utf-8")))

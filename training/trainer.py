@@ -23,17 +23,15 @@ from .trainer_base import BaseTrainer, Inputs, check_depths, check_ids, without_
 class MTPTrainer(BaseTrainer):
     """transformers' Trainer for a model with multi-token heads, or for heads that are attached to a backbone.
 
-    - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
-      rules for padding and packed documents, and the loss of depth j is divided by count j;
+    - gradients are exact under accumulation: the targets of a whole update are counted per depth, and the loss of depth
+      j is divided by count j; `eval_loss` is that of all data, whatever the size of the batches;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
-      target of each depth since the last log (of Medusa and Hydra heads from `loss_head_2` on); `loss_backbone`, if the
-      backbone's own head learns, too; where the drafter learns the backbone's distribution, `acceptance_head_2`, ...:
-      the probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
-      `acceptance_step_1`, ...; over a draft vocabulary, targets that are not drafted count as 0;
-    - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
+      target of each depth since the last log; `loss_backbone`, if the backbone's own head learns, too; where the
+      drafter learns the backbone's distribution, `acceptance_head_2`, ...: the probability that a drafted token is
+      accepted, given the true tokens before it; of EAGLE heads `loss_step_1`, `acceptance_step_1`, ...;
     - columns of rows are read, known to change nothing, or refused by name (`training.columns`);
-    - rows of a training batch are joined without padding where the model reads joined rows apart (which is tried); else
-      a budget of tokens has rows of similar lengths, padded;
+    - rows of a training batch are joined without padding where the model reads joined rows apart; else a budget of
+      tokens has rows of similar lengths, padded;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
@@ -49,8 +47,7 @@ class MTPTrainer(BaseTrainer):
 
     Raises:
         TypeError: A model without heads that train here, or a path instead of a model.
-        ValueError: A strategy that the model cannot follow, a budget of tokens that cannot be met, data without a
-            single target (at the first step), label smoothing, `torch_compile`, or context or sequence parallelism.
+        ValueError: A strategy that the model cannot follow, data without a single target, and what cannot be exact.
 
     Example:
         >>> model.train_only("drafter")
@@ -146,7 +143,6 @@ class MTPTrainer(BaseTrainer):
         return torch.where(counts > 0, means * counts, 0.0), counts
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`; the balance of depths is read, too."""
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -159,25 +155,22 @@ class MTPTrainer(BaseTrainer):
         return float(loss) if counts[:depths].any() else float("nan")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in `Trainer`, with the strategy's learning rate for the drafter."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
         factor = 1.0 if self.strategy is None else self.strategy.drafter_lr_multiplier
         if made and factor != 1.0:
-            parts = self._drafter.parts().values()
-            drafter = {id(parameter) for part in parts for parameter in part.parameters()}
-            for group in list(optimizer.param_groups):
-                faster = [p for p in group["params"] if id(p) in drafter]
-                group["params"] = [p for p in group["params"] if id(p) not in drafter]
-                if faster:
-                    optimizer.add_param_group({**group, "params": faster, "lr": group["lr"] * factor})
-            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+            drafter = {id(each) for part in self._drafter.parts().values() for each in part.parameters()}
+            groups, optimizer.param_groups = optimizer.param_groups, []
+            for group in groups:
+                for is_drafter, rate in ((False, group["lr"]), (True, group["lr"] * factor)):
+                    chosen = [each for each in group["params"] if (id(each) in drafter) == is_drafter]
+                    if chosen:
+                        optimizer.add_param_group({**group, "params": chosen, "lr": rate})
         return optimizer
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """As in `Trainer`; if only the loss is wanted, logits of the last position alone are computed."""
         if prediction_loss_only:
             inputs = {"logits_to_keep": 1} | inputs
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -197,7 +190,6 @@ class MTPTrainer(BaseTrainer):
         return batches, cast(torch.Tensor | None, counts)
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
-        """Return the targets per depth in all micro-batches of an update and, if processes share it, on all of them."""
         if self.state.global_step == vars(self).get("_initial_global_step"):  # not in an evaluation alone
             check_ids(batch_samples, self._drafter.config.get_text_config().vocab_size)
         has_labels = batch_samples and {"labels", "shift_labels"} & batch_samples[0].keys()
@@ -208,9 +200,8 @@ class MTPTrainer(BaseTrainer):
             counts = cast(torch.Tensor, self.accelerator.reduce(counts, "sum")) // self.get_tp_size()
         elif not self.args.average_tokens_across_devices and self.args.n_gpu > 1:
             counts = counts / self.args.n_gpu
-        if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica
-            counts = counts[None].expand(self.args.n_gpu, -1)
-        return counts  # whole numbers: FSDP2 would round floating ones to the dtype of its parameters
+        # DataParallel cuts tensors along their first axis. Whole numbers: FSDP2 would round floating ones
+        return counts if self.args.n_gpu <= 1 else counts[None].expand(self.args.n_gpu, -1)
 
     def _mean_names(self) -> list[str]:
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)

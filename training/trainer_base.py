@@ -68,8 +68,7 @@ class RunningMeans:
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Add the sums and counts of a micro-batch, [n] each; totals are float64 where the device has it."""
-        totals = torch.stack([sums, counts])
-        totals = totals if totals.device.type == "mps" else totals.double()
+        totals = torch.stack([sums, counts]).to(torch.float32 if sums.device.type == "mps" else torch.float64)
         self.totals = totals if self.totals is None else self.totals + totals
 
     def take(self, accelerator: Accelerator) -> torch.Tensor | None:
@@ -87,8 +86,7 @@ def named_means(totals: torch.Tensor | None, names: list[str], prefix: str = "")
 class CpuParallelism(ParallelismConfig):
     """accelerate's settings of tensor parallelism, which also processes of a CPU may have."""
 
-    def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Ask no kind of device."""
+    def _validate_accelerator(self, accelerator: Accelerator) -> None: ...
 
 
 class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
@@ -135,16 +133,14 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         return self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; what processes share of a frozen backbone is none of DDP's business."""
         with self._shares_hidden():
             return super()._prepare_for_training(*args, **kwargs)
 
     def _shares_hidden(self) -> AbstractContextManager[None]:
-        """Hide shares of a frozen backbone, but not what FSDP2 made of a model that learns."""
+        """Hide shares of a frozen backbone from DDP and loaders, but not what FSDP2 made of a model that learns."""
         return nullcontext() if self.is_fsdp_enabled else shares_hidden(self._owner)
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Trainer`; tokens are counted for the bar."""
         if self._bar is not None:
             self._bar.count(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
@@ -170,12 +166,11 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         if loss is not None:
             metrics[f"{prefix}_loss"] = loss
         for callback in self.callback_handler.callbacks:  # so that they are logged, and decide on the best checkpoint
-            if hasattr(callback, "evaluation_metrics"):
-                metrics.update(callback.evaluation_metrics(self, prefix))
+            measure = getattr(callback, "evaluation_metrics", None)
+            metrics.update({} if measure is None else measure(self, prefix))
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; sequences that only fill up the last batch of several processes are no targets."""
         return super().prediction_step(model, self.without_repeats(inputs), *args, **kwargs)
 
     def without_repeats(self, inputs: Inputs) -> Inputs:
@@ -194,7 +189,6 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         return {**inputs, "labels": labels.masked_fill(repeated.view(shape), IGNORE)}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what `Trainer` logs, and the means of training with its `loss`."""
         if "loss" in logs:
             logs |= named_means(self._means[True].take(self.accelerator), self._mean_names())
         super().log(logs, start_time)
@@ -215,30 +209,29 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in `Trainer`, but model, tokenizer and arguments become one version of the directory."""
         state_dict = gathered_state(self._owner) if state_dict is None else state_dict  # of all processes together
-        if not self.args.should_save:
-            super()._save(output_dir, state_dict)
-            return
-        target = str(self.args.output_dir) if output_dir is None else output_dir
-        with whole_directory(target, updated=["README.md", f"{BACKBONE}/README.md"]) as directory:
-            super()._save(str(directory), state_dict)
+        whole = whole_directory(output_dir or str(self.args.output_dir), updated=["README.md", f"{BACKBONE}/README.md"])
+        with whole if self.args.should_save else nullcontext(output_dir) as directory:
+            super()._save(None if directory is None else str(directory), state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`, or by the model itself; a checkpoint of another model is refused."""
         check_checkpoint(finish(resume_from_checkpoint), self._owner)
-        if hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:  # several directories; no shards
+        if self._loads_itself:
             self._owner.load_checkpoint(resume_from_checkpoint)
             return
         with self._shares_hidden():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """As in `Trainer`, by the way of `_load_from_checkpoint` where that loads the model itself."""
-        checkpoint = self.state.best_model_checkpoint
-        if checkpoint is not None and hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled:
-            self._load_from_checkpoint(checkpoint)
+        if self._loads_itself:
+            self._owner.load_checkpoint(self.state.best_model_checkpoint)
             return
         with self._shares_hidden():
             super()._load_best_model()
+
+    @property
+    def _loads_itself(self) -> bool:
+        """Whether the model consists of several directories; `Trainer` itself reads shards."""
+        return hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled
 
 
 def without_peft(model: Any) -> Any:

@@ -26,7 +26,6 @@ from .trainer_base import check_kernels, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):
-    from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
@@ -104,28 +103,18 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
     (that of all its heads or modules, the next token included) on the chosen completions, `drafter_loss` in the log.
 
     Args:
-        model: The model.
-        ref_model: As for `DPOTrainer`, like all further arguments.
-        args: See there.
+        model: The model; further arguments are those of `DPOTrainer`.
         drafter_weight: Weight of the auxiliary term; 0: the drafter is not trained.
-        kwargs: See there.
 
     Raises:
         TypeError: Attached heads, or a model that does not draft for itself.
-        ValueError: A weight below 0 or not finite; `torch_compile`.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel | PeftModel,
-        ref_model: PreTrainedModel | None = None,
-        args: DPOConfig | None = None,
-        *,
-        drafter_weight: float = 0.1,
-        **kwargs: Any,
+        self, model: PreTrainedModel | PeftModel, *args: Any, drafter_weight: float = 0.1, **kwargs: Any
     ) -> None:
         owner = without_peft(model)
         if not (isinstance(owner, MTPGenerationMixin) and isinstance(owner, TrainableDrafter)):
@@ -133,7 +122,7 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
         if not 0 <= drafter_weight < math.inf:
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
         self.drafter_weight = drafter_weight
-        super().__init__(model, ref_model, args, **kwargs)
+        super().__init__(model, *args, **kwargs)
         check_kernels(self.args)
 
     def compute_loss(

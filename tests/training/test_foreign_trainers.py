@@ -1,7 +1,6 @@
 """Trainers of TRL on models that draft: what they do not train is said, and what they cannot train is refused."""
 
 import logging
-import traceback
 
 import pytest
 import torch
@@ -10,11 +9,9 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from trl.trainer.utils import create_model_from_path
 
-from tests.models import tiny_model
 from tests.training.test_evaluation_loss import llama
-from tokenahead import DeepSeekMTP, EvaByteForMTPC, MTPHeads, PTPForCausalLM
+from tokenahead import DeepSeekMTP, MTPHeads, PTPForCausalLM
 
 SETTINGS = dict(max_steps=2, report_to=[], use_cpu=True, per_device_train_batch_size=2, save_strategy="no")
 MAKERS = {
@@ -30,10 +27,8 @@ def train(kind, method, folder, adapt=lambda model: model):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
     model = adapt(MAKERS[kind](llama(num_hidden_layers=2)))
     if method == "sft":
-        data, config = (
-            Dataset.from_dict({"text": ["a b c d e f"] * 4}),
-            SFTConfig(str(folder), max_length=8, **SETTINGS),
-        )
+        data = Dataset.from_dict({"text": ["a b c d e f"] * 4})
+        config = SFTConfig(str(folder), max_length=8, **SETTINGS)
         trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
     else:
         config = GRPOConfig(str(folder), num_generations=2, max_completion_length=3, **SETTINGS)
@@ -52,12 +47,6 @@ def test_what_cannot_learn_is_refused_by_name(kind, method, tmp_path):
         train(kind, method, tmp_path)
 
 
-def test_a_reference_model_is_loaded_by_its_path(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    model = create_model_from_path(str(tmp_path), dtype="float32")
-    assert isinstance(model, EvaByteForMTPC) and "auto_map" not in (tmp_path / "config.json").read_text()
-
-
 def with_adapters(model):
     return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
@@ -74,15 +63,3 @@ def test_modules_that_do_not_learn_are_said_once(adapt, tmp_path, caplog):
     model.train()(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
     model.eval()(torch.tensor([[1, 2, 3]]))
     assert not caplog.records
-
-
-def test_a_trained_model_has_one_frame_of_ours_around_its_forward(tmp_path):
-    model, names = train("modules", "sft", tmp_path), []
-
-    def note(*_):
-        names.extend(frame.name for frame in traceback.extract_stack() if "common/outputs" in frame.filename)
-
-    model.base_model.register_forward_pre_hook(note)
-    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
-    assert set(names) <= {"__call__"} and len(names) == 1
-    assert not {"learns_besides", "has_warned"} & vars(model).keys()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object, send_to_device
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..generation.tensors.shared_models import is_sharded, readable
-from ..generation.tensors.wrapped_models import untyped
 from .batches import at_rest
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs
@@ -79,8 +78,9 @@ class AcceptanceCallback(TrainerCallback):
         metrics: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         forks = torch.random.fork_rng(devices, device_type=model.device.type)
+        trained = cast(PreTrainedModel, trainer.model)
         # autocast as in training: a drafter may have another dtype than its backbone
-        with forks, trainer.accelerator.autocast(), readable(untyped(trainer.model)), readable(model.policy):
+        with forks, trainer.accelerator.autocast(), readable(trained), readable(model.policy):
             if has_probs(model):
                 metrics |= self._expected(trainer, model, data)
             if self.generate_every and self._evaluations % self.generate_every == 0:
@@ -90,7 +90,7 @@ class AcceptanceCallback(TrainerCallback):
         return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
     def _expected(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
-        measures, sharded = DraftMeasures(), any(map(is_sharded, (untyped(trainer.model), model.policy)))
+        measures, sharded = DraftMeasures(), any(map(is_sharded, (cast(PreTrainedModel, trainer.model), model.policy)))
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             own = trainer.without_repeats(trainer._prepare_inputs(batch))
             # processes that share weights must call each part equally often: each measures the rows of all

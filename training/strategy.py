@@ -115,12 +115,6 @@ class MTPLossWeightSchedule(TrainerCallback):
         self.first, self.last, self.switch_at, self.shape = first, last, switch_at, shape
         check_values(self, {"shape": SHAPES}, {"first": "[0, inf)", "last": "[0, inf)", "switch_at": "[0, 1]"})
 
-    def weight(self, step: int, max_steps: int) -> float:
-        """Return lambda for a step (from 0 on) of `max_steps`."""
-        until = self.switch_at * max_steps
-        share = min(1.0, step / until) if until else 1.0
-        return self.first + (self.last - self.first) * SHAPES[self.shape](share)
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -128,7 +122,9 @@ class MTPLossWeightSchedule(TrainerCallback):
         owner = next((part for part in parts if getattr(part, "mtp_loss_weight", None) is not None), None)
         if owner is None:
             raise TypeError("MTPLossWeightSchedule needs a model with mtp_loss_weight")
-        owner.mtp_loss_weight = self.weight(state.global_step, state.max_steps)
+        until = self.switch_at * state.max_steps
+        share = min(1.0, state.global_step / until) if until else 1.0
+        owner.mtp_loss_weight = self.first + (self.last - self.first) * SHAPES[self.shape](share)
 
 
 class HeadWarmup(TrainerCallback):

@@ -58,7 +58,7 @@ def rollout(model, drafter, count=4, **options):
     return out.sequences, sum(accepted) / len(accepted)
 
 
-@pytest.mark.by_day("heads")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["heads", "contexts", "eagle"])
 def test_a_static_drafter_falls_behind_a_policy_that_moves_and_one_that_learns_does_not(kind):
     model = policy()

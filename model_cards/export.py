@@ -115,8 +115,8 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
-    reason = getattr(model, "not_served", BaseDrafter.not_served)
-    if isinstance(model, PreTrainedModel) and not isinstance(model, BaseDrafter):
+    reason, kind = getattr(model, "not_served", BaseDrafter.not_served), type(model)
+    if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseDrafter):
         reason = "a plain model is written by its own save_pretrained"
     if reason is not None:
         raise TypeError(f"export takes no {type(model).__name__}: {reason}")
@@ -283,8 +283,8 @@ def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
             return {"mtp_layer_types": model.mtp.kinds}
         case "hy_v3":
             dense = [*config.mlp_layer_types, "sparse"].index("sparse")
-            fields = {"first_k_dense_replace": dense, "expert_hidden_dim": config.moe_intermediate_size}
-            return fields | {"qk_norm": True, "route_norm": True}
+            width = config.moe_intermediate_size
+            return {"first_k_dense_replace": dense, "qk_norm": True, "expert_hidden_dim": width, "route_norm": True}
         case "mimo_v2_flash":  # transformers has lists of types, and doubles the heads of sliding layers itself
             full, sliding = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
             return {

@@ -144,7 +144,8 @@ def _card_on_hub(
         with suppress(TypeError):  # a backbone alone, a class of a user, a tokenizer
             return render_card(model, None, repo_id=repo_id, tags=tags, remote_code=remote_code)
         return None
-    card.data.tags = [*(card.data.tags or ()), *tags]
+    data: Any = card.data
+    data.tags = [*(data.tags or ()), *tags]
     return card if tags else None
 
 

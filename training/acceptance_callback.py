@@ -156,7 +156,6 @@ def _backbone_learns(model: Any) -> bool:
 
 def _first(data: Any, count: int | None) -> Any:
     """Return the first rows of a dataset of `datasets` or torch."""
-    if hasattr(data, "take") and count is not None:
-        return data.take(count)
-    is_sized = hasattr(data, "__len__") and count is not None
-    return torch.utils.data.Subset(data, range(min(count, len(data)))) if is_sized else data
+    if count is None or not (hasattr(data, "take") or hasattr(data, "__len__")):
+        return data
+    return data.take(count) if hasattr(data, "take") else torch.utils.data.Subset(data, range(min(count, len(data))))

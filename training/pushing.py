@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -95,7 +95,7 @@ class TrainerPushMixin(Trainer):
         title = ", ".join(f"`{name}`" for name in names) or (size and "Data that the run did not name")
         return f"{title}{size}." if title else None
 
-    def _recipe_text(self, model: torch.nn.Module) -> str:
+    def _recipe_text(self, model: Any) -> str:
         sizes = [(each.numel(), each.numel() * each.requires_grad) for each in model.parameters()]
         total, learned = map(sum, zip(*sizes))
         trained = f"Trained by `{type(self).__name__}` for {self.state.global_step:,} steps"
@@ -144,7 +144,7 @@ class TrainerPushMixin(Trainer):
         names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         message = f"Training in progress, step {self.state.global_step}"
         upload = self._uploaded(checkpoint, message, whole=names.get(HubStrategy(args.hub_strategy)))
-        self.push_in_progress = PushInProgress([_API.run_as_future(upload)])  # behind those before it
+        self.push_in_progress = PushInProgress(cast(Any, [_API.run_as_future(upload)]))  # behind those before it
 
     def _uploaded(
         self,

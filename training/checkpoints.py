@@ -54,7 +54,8 @@ def fault_of(checkpoint: Path) -> str | None:
     except (OSError, ValueError):
         return f"{_SUMS} is damaged or missing"
     actual = _checksums(checkpoint)
-    return next((f"{name} is damaged or missing" for name in known if actual.get(name) != known[name]), None)
+    faults = {name: "damaged" if name in actual else "missing" for name in known}
+    return next((f"{name} is {faults[name]}" for name in known if actual.get(name) != known[name]), None)
 
 
 def require_whole(checkpoint: str) -> None:
@@ -107,8 +108,11 @@ def _step(checkpoint: Path) -> str:
 
 
 def steps_of(checkpoint: str | Path) -> int:
-    """Return after how many steps a whole checkpoint was saved."""
-    return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).global_step
+    """Return after how many steps a checkpoint was saved; 0 where it does not say so."""
+    try:
+        return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).global_step
+    except (OSError, ValueError):
+        return 0
 
 
 def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:

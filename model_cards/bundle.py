@@ -1,8 +1,7 @@
 """Code that travels with a model: the modules that a class needs, flattened into one directory.
 
-transformers copies code by a regular expression that knows no directories (`from ..heads.losses import IGNORE` would be
-a file `.heads.losses.py`). So every module that a class reaches by relative imports gets one flat name here, and
-imports are rewritten; the rest of a file is unchanged. Reads source files, imports nothing.
+transformers copies code by a regular expression that knows no directories. So every module that a class reaches by
+relative imports gets one flat name here, and imports are rewritten. Reads source files, imports nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The model card: rendered from the facts and results of a model, and written beside its weights.
-
-Does not measure, and does not know the Hub. A card without results states that nothing was measured.
-"""
+"""The model card: rendered from the facts and results of a model, and written beside its weights."""
 
 from __future__ import annotations
 
@@ -9,18 +6,24 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..generation.drafter import BaseDrafter, DrafterFacts
-from ..modeling.common.remote_code import REQUIREMENT, check_choice
-from ..training.results import MeasuredResults
+from ..modeling.common.remote_code import CODE_DIRECTORY, REQUIREMENT, check_choice
+from ..modeling.common.stored_drafters import holds_drafter_alone, read_drafter
+from ..training.evaluation.bench import CONTROL, PLAIN
+from ..training.loading import load_backbone
+from ..training.requests import CardRequest
+from ..training.results import MeasuredResults, source_mark
 from ..training.utils import replace_file, visible
 
 _TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
@@ -29,6 +32,10 @@ _MARK = "\n<!-- tokenahead card "
 _PATH = re.compile(r"(?<![\w:/.~<-])(?:(?P<drive>[A-Za-z]:\\(?=\w))|~/|/(?=[\w.]+/))[^\s`\"')\]|]*")
 _NAME = re.compile(r"[\w.~+=@:/\\ -]+")
 _TAG = re.compile(r"<(?=[A-Za-z/!?])(?!https?://)")
+_RESULTS = "results.json"
+"""The file of measured results beside a card."""
+_KEPT = ("license", "base_model", "language", "model_name", "datasets", "tags")
+_PARTS = {"training_data": "Training Data", "training_description": "Training Procedure"}
 _PRIVATE = ("~/", "/home/", "/Users/", "/root/", "/tmp/", "/private/", "/mnt/", "/scratch/")
 
 
@@ -61,8 +68,7 @@ def render_card(
         training_description: How the model was trained.
         training_results: The log of the training run.
         out_of_scope: Uses to avoid, before those that hold for every such model.
-        **metadata: Fields of `ModelCardData`, where known: `license`, `language`, `base_model` (a Hub id, or several),
-            `model_name` (the title), `datasets`, `tags`, ...
+        **metadata: Fields of `ModelCardData`: `license`, `language`, `base_model`, `model_name` (the title), ...
 
     Returns:
         The card; `str(card)` is the text of README.md.
@@ -100,17 +106,7 @@ def render_card(
     } | {name: value for name, value in metadata.items() if value is not None}
     fields["tags"] = [*_TAGS, config.model_type, *(metadata.get("tags") or ())]
     data = ModelCardData(**fields)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # this is Markdown, not HTML
-    )
-    environment.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
-    text = environment.get_template("model_card.md.jinja").render(
+    text = _template().render(
         data=data,
         kind=kind,
         config=config,
@@ -136,12 +132,22 @@ def render_card(
     return card
 
 
-def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, PreTrainedConfig, DrafterFacts]:
-    """Return the class, the configuration and the facts of a model that drafts, without opening weights.
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # this is Markdown, not HTML
+    )
+    environment.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
+    return environment.get_template("model_card.md.jinja")
 
-    Raises:
-        TypeError: One without a multi-token head.
-    """
+
+def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, PreTrainedConfig, DrafterFacts]:
+    """Return the class, the configuration and the facts of a model that drafts; a TypeError of another one."""
     model = config_or_model if isinstance(config_or_model, PreTrainedModel) else None
     config: Any = config_or_model if model is None else model.config
     # not `config.architectures`: official files name classes of the official code
@@ -164,22 +170,16 @@ def hub_id(name: str | None) -> str | None:
 def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) -> Path:
     """Write a card as README.md into the model's directory, atomically, and return its path.
 
-    `overwrite` replaces a README.md that is not a card rendered here, or that was edited since.
-
     Raises:
         FileExistsError: README.md was written or edited by a person, and `overwrite` is False.
     """
     path = Path(folder) / "README.md"
-    if path.exists() and not overwrite and not is_generated(path):
-        raise FileExistsError(f"{path} was written or edited by hand; pass overwrite=True to replace it")
+    if path.exists() and not overwrite:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        body = text.rpartition(_MARK)[0]
+        if text != body + _mark(body):
+            raise FileExistsError(f"{path} was written or edited by hand; pass overwrite=True to replace it")
     return replace_file(path, str(card))
-
-
-def is_generated(path: Path) -> bool:
-    """Return whether a file is an unedited card of `render_card`: its last line is a hash of the rest."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    body = text.rpartition(_MARK)[0]
-    return text == body + _mark(body)
 
 
 def _mark(body: str) -> str:
@@ -223,26 +223,87 @@ def _citations(papers: tuple[str, ...]) -> str:
 
 def _eval_results(results: MeasuredResults) -> list[EvalResult]:
     """Return one entry per figure; no speed-up of loops or an unsteady machine."""
-    unit, found = results.unit, []
+    unit, units, found = results.unit, f"{results.unit.capitalize()}s", []
     for row in results.results:
         per_call = None if row.only_loops else row.tokens_per_call
-        speed_up = row.speed_up if row.claims_speed else None
         found += [
-            ("tokens_per_call", f"{unit.capitalize()}s per backbone call, {row.name}", per_call),
-            ("tokens_per_second", f"{unit.capitalize()}s per second, {row.name}", row.tokens_per_second),
+            ("tokens_per_call", f"{units} per backbone call, {row.name}", per_call),
+            ("tokens_per_second", f"{units} per second, {row.name}", row.tokens_per_second),
             ("repetition", f"Share of repeated text, {row.name}", row.repeated_share),
-            ("speed_up", f"Speed-up over one {unit} at a time, {row.name}", speed_up),
+            ("speed_up", f"Speed-up over one {unit} at a time, {row.name}", row.speed_up if row.claims_speed else None),
         ]
     found.append(("bits_per_byte", "Bits per byte", results.bits_per_byte))
+    kind = re.sub(r"[^a-z0-9]+", "-", results.dataset_name.lower()).strip("-") or "text"
     return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=re.sub(r"[^a-z0-9]+", "-", results.dataset_name.lower()).strip("-") or "text",
-            dataset_name=results.dataset_name,
-            metric_type=metric,
-            metric_name=label,
-            metric_value=round(value, 4),
-        )
+        EvalResult("text-generation", kind, results.dataset_name, metric, round(value, 4), metric_name=label)
         for metric, label, value in found
         if value is not None
     ]
+
+
+def make_card(request: CardRequest) -> Path:
+    """Write the card, and results beside it, if there are any; return the path of README.md.
+
+    Data, recipe, licence and languages of an existing card are retained.
+    """
+    source, is_directory = request.model, Path(request.model).is_dir()
+    if request.output is None and not is_directory:
+        raise FileNotFoundError(f"{source}: no such directory; for a model of the Hub, name a directory with --output")
+    output = request.output or Path(source)
+    logging.disable_progress_bar()
+    if holds_drafter_alone(source):
+        options: dict[str, Any] = {"ignore_fields": request.ignore_fields} if request.ignore_fields else {}
+        model = read_drafter(source, **options)
+    else:
+        model = load_backbone(source, "MODEL", "MODEL", dtype="auto")
+    file = request.results or output / _RESULTS
+    results = MeasuredResults.from_json(file) if request.results or file.is_file() else None
+    own, others = _parted(results, request) if results else (None, None)
+    known: dict[str, Any] = {"model_name": Path(source).resolve().name} | _known(source)
+    asked = {"model_name": request.name, "license": request.license, "base_model": request.base_model}
+    known |= {name: value for name, value in (asked | {"language": request.language}).items() if value}
+    has_code = not is_directory or (Path(source) / CODE_DIRECTORY).is_dir()  # a bundle of the Hub is taken for granted
+    known |= {"repo_id": None if is_directory else source, "remote_code": "bundle" if has_code else None}
+    try:
+        card = render_card(model, own, compared=others, **known)
+    except TypeError as error:
+        raise ValueError(f"{source}: {error}") from error
+    path = write_card(output, card, overwrite=request.overwrite)
+    if results is not None:
+        results.to_json(output / _RESULTS)
+    return path
+
+
+def _parted(results: MeasuredResults, request: CardRequest) -> tuple[MeasuredResults | None, MeasuredResults | None]:
+    """Return the results of the requested model, and those of other methods, without plain decoding; None for none."""
+    rows = [row for row in results.results if row.method not in (PLAIN, CONTROL)]
+    names = dict.fromkeys(str(row.method) for row in rows)
+    if missing := [name for name in request.methods or () if name not in names]:
+        raise ValueError(f"--methods {missing[0]}: the results have no such method; they have {', '.join(names)}")
+    mark = source_mark(request.model)
+    digest = mark.partition(" ")[2]  # of a directory that was renamed since, the weights are the same
+    choices = [
+        [row for row in rows if request.methods and row.method in request.methods],
+        [row for row in rows if row.method is None],
+        [row for row in rows if row.source == mark],
+        [row for row in rows if digest and (row.source or "").partition(" ")[2] == digest],
+    ]
+    own = next(filter(None, choices), [])
+    others = [row for row in rows if row not in own]
+    first, second = (replace(results, results=part) if part else None for part in (own, others))
+    return first, second
+
+
+def _known(source: str) -> dict[str, Any]:
+    """Return the facts in an existing card of the model that no config has."""
+    readme = Path(source) / "README.md" if Path(source).is_dir() else source
+    try:
+        card = ModelCard.load(readme, ignore_metadata_errors=True)
+    except (OSError, ValueError, EntryNotFoundError):
+        return {}
+    found = {name: card.data.get(name) for name in _KEPT}
+    for name, heading in _PARTS.items():
+        match = re.search(rf"^### {heading}\n(.*?)(?=^#{{1,3}} |\Z)", card.text, re.M | re.S)
+        content = match[1].strip() if match else ""
+        found[name] = None if content.endswith("was not described.") and "\n" not in content else content
+    return {name: value for name, value in found.items() if value}

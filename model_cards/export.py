@@ -1,9 +1,8 @@
 """Directories that serving engines read: models with modules, retrofitted backbones, and drafters that stand apart.
 
-Names and fields are official, with copies of embeddings and head. vLLM has no code for modules of Llama, Qwen or
-Mistral, and refuses tensors of layers that a backbone does not have. But it takes a drafter from a directory of its
-own, and two families that it knows hold our module tensor for tensor: Hy3 (attention without biases) and MiMo (with
-biases of q, k and v). docs/serving.md says which families were run in an engine, how, and why others were not.
+vLLM has no code for modules of Llama, Qwen or Mistral. But it takes a drafter from a directory of its own, and two
+families that it knows hold our module tensor for tensor: Hy3 (attention without biases) and MiMo (with biases of q, k
+and v). docs/serving.md says which families were run in an engine, how, and why others were not.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from ..configuration.mtp_families import family_of
 from ..generation.call.options import GENERATE_KWARGS
 from ..generation.drafter import BaseDrafter
 from ..generation.tensors.saving import whole_directory
-from ..generation.tensors.tensor_files import tensor_dtypes
-from ..generation.tensors.wrapped_models import untyped
+from ..generation.tensors.tensor_files import Fields, tensor_dtypes
 from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.main_model import has_towers
@@ -49,13 +47,8 @@ LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
 """Families whose backbones vLLM serves with a module in a directory of its own, and the layout of that."""
 PROPOSER = "tokenahead.model_cards.vllm.HeadProposer"
 INSTALL = "pip install --no-deps PATH_OR_WHEEL (a clone of this library, or its wheel)"
-_WAS_RUN = (
-    "directories of this kind were run in vLLM 0.32.0 on an x86 CPU, in float32: greedy text equal, drafts as here"
-)
-_ON_CPUS = (
-    "on CPUs vLLM 0.32 itself answers sampled requests with drafts wrongly, and greedy ones in their batch, and ends "
-    f"at top_k; this library mends that where it is installed in vLLM's environment: {INSTALL}"
-)
+_WAS_RUN = "directories of this kind were run in vLLM 0.32.0 on an x86 CPU: greedy text equal, drafts as here"
+_ON_CPUS = f"on CPUs vLLM 0.32 itself answers sampled requests with drafts wrongly; this library mends that: {INSTALL}"
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters"),
@@ -63,17 +56,12 @@ _SIZES = (
 _HY3_NAMES = {"norm.": "final_layernorm.", "block.": ""}
 _MIMO_NAMES = {"enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.", **_HY3_NAMES}
 _HY3_FIELDS = {"num_experts": 1, "num_experts_per_tok": 1, "num_shared_experts": 0, "moe_intermediate_size": 8}
-_OURS = ("num_nextn_predict_layers", "keys_to_ignore_at_inference")
-"""Fields that only a model with modules has."""
 _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass
 class ExportReport:
-    """A written directory, its engine, number of tensors and command, and differences from this library as warnings.
-
-    `checked` says how such directories were tested; `print(report)` shows all of it.
-    """
+    """A written directory, the command that serves it, how such directories were `checked`, and `warnings`."""
 
     folder: Path
     engine: str
@@ -93,27 +81,23 @@ def export(
     engine: str = "vllm",
     tokenizer: PreTrainedTokenizerBase | None = None,
     copies: bool | None = None,
-    max_shard_size: int | str | None = None,
+    **options: Any,
 ) -> ExportReport:
     """Write a model for an engine.
 
-    Besides what `save_pretrained` writes, config.json has the older names of fields that transformers 5 renamed, and
-    every module has its copies of embeddings and head, where official files have them. A retrofitted backbone becomes
-    two directories for vLLM, `backbone` and `draft`. Heads that stand apart are written alone: independent and Medusa
-    heads in vLLM's Medusa layout, circuits as they are (`HeadProposer` drafts with them there), EAGLE heads in the
-    engine's.
+    A retrofitted backbone becomes two directories for vLLM, `backbone` and `draft`. Heads that stand apart are written
+    alone: independent and Medusa heads in vLLM's Medusa layout, circuits as they are (`HeadProposer` drafts with them
+    there), EAGLE heads in the engine's.
 
     Args:
         model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
         tokenizer: Saved with the model; with a tower for images, the processor. None: the one in the directory or
-            cached repository that the model was loaded from; without one there is a warning. Drafters that stand
-            apart take none.
-        copies: Whether modules repeat embeddings and head. None: as official files do. vLLM 0.32 shares the main
-            model's in any case; older builds stop without copies, or draft nonsense in silence. For families whose
-            files may have copies.
-        max_shard_size: As for `save_pretrained`, for example `"5GB"`; for models, not for drafters that stand apart.
+            cached repository that the model was loaded from. Drafters that stand apart take none.
+        copies: Whether modules repeat embeddings and head, which vLLM 0.32 shares in any case. None: as official files
+            do.
+        options: Further ones of a model's `save_pretrained`, for example `max_shard_size`.
 
     Returns:
         The command that serves the directory, checks, and warnings.
@@ -131,7 +115,10 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
-    if (reason := _not_served(model)) is not None:
+    reason, kind = getattr(model, "not_served", BaseDrafter.not_served), type(model)
+    if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseDrafter):
+        reason = "a plain model is written by its own save_pretrained"
+    if reason is not None:
         raise TypeError(f"export takes no {type(model).__name__}: {reason}")
     folder = Path(folder)
     if model.is_apart:
@@ -139,28 +126,26 @@ def export(
     family = family_of(model.config)
     _check_model(model, engine)
     warnings = [_ON_CPUS] if engine == "vllm" else []
-    shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with whole_directory(folder, replaced=() if family.retrofit else [DRAFT_VOCABULARY]) as written:
+        main = written / "backbone" if family.retrofit else written
         if family.retrofit:
-            save_retrofit(model, written, **shards)
-            main, command = written / "backbone", _retrofit_command(model, folder)
-            num_tensors = len(tensor_dtypes(main)) + len(tensor_dtypes(written / "draft"))
+            save_retrofit(model, written, **options)
         else:
-            _save(model, written, bool(family.copies) if copies is None else copies, **shards)
-            main, command = written, _command(folder, engine, model.num_modules)
-            num_tensors = len(tensor_dtypes(main))
+            _save(model, written, bool(family.copies) if copies is None else copies, **options)
         _drop_options_of_generate(main / "generation_config.json")
         warnings += _save_tokenizer(model, tokenizer, main)
+        num_tensors = sum(len(tensor_dtypes(each)) for each in {main, written / "draft"} if each.is_dir())
+    speculative = {"method": "mtp", "num_speculative_tokens": model.num_modules}
+    if engine == "sglang":
+        command = _sglang(folder, "NEXTN", 1)
+    elif family.retrofit:
+        draft = {"method": "mtp", "model": str(folder / "draft"), "num_speculative_tokens": 1}
+        command = _vllm(folder / "backbone", hf_overrides=overrides(model), speculative_config=draft)
+    else:
+        command = _vllm(folder, speculative_config=speculative)
     was_run = family.retrofit or (engine == "vllm" and model.config.model_type in MEASURED)
     checked = _WAS_RUN if was_run else f"the layout follows {engine}'s loader, which was read and not run"
     return ExportReport(folder, engine, num_tensors, command, checked, warnings)
-
-
-def _not_served(model: Any) -> str | None:
-    kind = type(untyped(model))
-    if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseDrafter):
-        return "a plain model is written by its own save_pretrained; DeepSeekMTP.from_backbone, for one, drafts for it"
-    return getattr(model, "not_served", BaseDrafter.not_served)
 
 
 def _export_drafter(drafter: Any, folder: Path, engine: str) -> ExportReport:
@@ -169,30 +154,34 @@ def _export_drafter(drafter: Any, folder: Path, engine: str) -> ExportReport:
     backbone = drafter.config.base_model_name_or_path or "BACKBONE"
     num_tensors, method = len(tensor_dtypes(folder)), speculative["method"]
     if engine == "sglang":
-        command = (
-            f"python -m sglang.launch_server --model-path {shlex.quote(backbone)} --speculative-algorithm "
-            f"{method.upper()} --speculative-draft-model-path {shlex.quote(str(folder))} "
-            "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-        )
+        command = _sglang(backbone, method.upper(), 3, folder)
         return ExportReport(folder, engine, num_tensors, command, "SGLang's loader was read and not run")
-    is_ours = method == "custom_class"  # then `HeadProposer` drafts there
-    speculative = {"method": method, "model": PROPOSER if is_ours else str(folder)} | speculative
-    words = ["vllm", "serve", backbone, "--speculative-config", json.dumps(speculative)]
-    warnings, checked = [_ON_CPUS], _WAS_RUN
-    if is_ours:
-        words += ["--additional-config", json.dumps({OPTION: str(folder)})]
-        warnings = [
-            f"install this library in vLLM's environment, whose pin of transformers is older: {INSTALL}",
-            "tensor parallelism was read in vLLM's source, and not run; vLLM calls custom_class experimental",
-        ]
-        if not drafter.family.is_built_in:
-            warnings.append(
-                f"vLLM's processes must import the module that registers head_type={drafter.config.head_type!r}: by a "
-                "plugin (entry points of the group vllm.general_plugins)"
-            )
-        if not drafter.family.is_built_in or drafter.family.circuit is None:
-            checked = "directories of this kind were not run in vLLM"
-    return ExportReport(folder, engine, num_tensors, shlex.join(words), checked, warnings)
+    if method != "custom_class":
+        command = _vllm(backbone, speculative_config={"method": method, "model": str(folder)} | speculative)
+        return ExportReport(folder, engine, num_tensors, command, _WAS_RUN, [_ON_CPUS])
+    speculative = {"method": method, "model": PROPOSER} | speculative
+    command = _vllm(backbone, speculative_config=speculative, additional_config={OPTION: str(folder)})
+    warnings = [f"install this library in vLLM's environment, whose pin of transformers is older: {INSTALL}"]
+    if not drafter.family.is_built_in:
+        module = f"the module that registers head_type={drafter.config.head_type!r}"
+        warnings.append(f"vLLM's processes must import {module}: by a plugin of the group vllm.general_plugins")
+    was_run = drafter.family.is_built_in and drafter.family.circuit is not None
+    checked = _WAS_RUN if was_run else "directories of this kind were not run in vLLM"
+    return ExportReport(folder, engine, num_tensors, command, checked, warnings)
+
+
+def _vllm(served: str | Path, **options: Fields) -> str:
+    words = ["vllm", "serve", str(served)]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", json.dumps(value)]
+    return shlex.join(words)
+
+
+def _sglang(served: str | Path, algorithm: str, steps: int, draft: Path | None = None) -> str:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", str(served), "--speculative-algorithm", algorithm]
+    words += [] if draft is None else ["--speculative-draft-model-path", str(draft)]
+    words += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
+    return shlex.join([*words, "--speculative-num-draft-tokens", str(steps + 1)])
 
 
 def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> None:
@@ -224,8 +213,7 @@ def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | Non
             reader = AutoProcessor if has_towers(model.config) else AutoTokenizer
             tokenizer = reader.from_pretrained(name, local_files_only=True)
     if tokenizer is None:
-        where = f"in {name}" if name else "was passed, and the model was not loaded from a directory"
-        return [f"no tokenizer {where}: an engine does not load such a directory; pass tokenizer="]
+        return [f"no tokenizer in {name or 'a directory'}: an engine does not load such a model; pass tokenizer="]
     tokenizer.save_pretrained(folder)
     return []
 
@@ -235,27 +223,14 @@ def _check_model(model: DeepSeekMTP, engine: str) -> None:
     model_type, count = model.config.model_type, model.num_modules
     if not count:
         raise ValueError("the model was loaded without its modules (inference_only=True); load them to export them")
-    if engine == "vllm" and family_of(model.config).retrofit:
-        _check_retrofit(model)
-    elif model_type not in ENGINES[engine]:
-        raise ValueError(
-            f"no export of {model_type!r} was compared with what {engine} loads (docs/serving.md); serve the backbone "
-            "alone: model.main.save_pretrained(directory)"
-        )
-    if count > 1 and (engine == "sglang" or model_type == "ernie4_5_moe"):
+    is_retrofit = engine == "vllm" and family_of(model.config).retrofit
+    if model_type not in (LAYOUTS if is_retrofit else ENGINES[engine]):
+        raise ValueError(f"{engine} loads no module of {model_type!r} (docs/serving.md); serve model.main alone")
+    if count > 1 and (is_retrofit or engine == "sglang" or model_type == "ernie4_5_moe"):
         raise ValueError(f"{engine} loads one module of {model_type!r}, and this model has {count}; train one")
-
-
-def _check_retrofit(model: DeepSeekMTP) -> None:
-    """Refuse a model that the layouts cannot hold."""
-    config = model.config
-    if config.model_type not in LAYOUTS:
-        raise ValueError(
-            f"vllm has no layout that holds a module of {config.model_type!r} (it has for {', '.join(LAYOUTS)}); serve "
-            "the backbone alone (model.main.save_pretrained(directory)), or with heads (MTPHeads)"
-        )
-    if model.num_modules > 1:
-        raise ValueError(f"vLLM runs one module beside a backbone, and this model has {model.num_modules}; train one")
+    if not is_retrofit:
+        return
+    config: Any = model.config
     layout, kind, size = LAYOUTS[config.model_type], model.mtp[0].kind, _head_dim(config)
     window = getattr(config, "sliding_window", None)
     biases = {name for name, _ in model.mtp[0].block.named_parameters() if name.endswith("bias")}
@@ -269,23 +244,6 @@ def _check_retrofit(model: DeepSeekMTP) -> None:
             (is_other, f"head_dim={size}: MiMo's layout has hidden_size / num_attention_heads"),
         ]
     )
-
-
-def _retrofit_command(model: DeepSeekMTP, folder: Path) -> str:
-    speculative = {"method": "mtp", "model": str(folder / "draft"), "num_speculative_tokens": 1}
-    options = ["--hf-overrides", json.dumps(overrides(model)), "--speculative-config", json.dumps(speculative)]
-    return shlex.join(["vllm", "serve", str(folder / "backbone"), *options])
-
-
-def _command(folder: Path, engine: str, count: int) -> str:
-    if engine == "sglang":
-        options = "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2"
-        return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(str(folder))} --speculative-algorithm NEXTN "
-            f"{options}"
-        )
-    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": count})
-    return shlex.join(["vllm", "serve", str(folder), "--speculative-config", speculative])
 
 
 def _add_fields(path: Path, model: DeepSeekMTP) -> None:
@@ -303,11 +261,7 @@ def _add_fields(path: Path, model: DeepSeekMTP) -> None:
 
 
 def _engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
-    """Return the tensors to write, where they are not the model's own.
-
-    LongCat's zero experts return their input, so official files have no weights of them, while transformers allocates
-    gates for them.
-    """
+    """Return the tensors of LongCat, whose zero experts have no weights in official files; None: the model's own."""
     if model.config.model_type != "longcat_flash":
         return None
     count = model.config.n_routed_experts
@@ -315,38 +269,8 @@ def _engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
     return {name: state[name][:count] if name.endswith("experts.gate_up_proj") else state[name] for name in state}
 
 
-def _hy3_fields(config: Any) -> dict[str, object]:
-    """Return the fields of vLLM's Hy3; transformers has the first one as a list, and the others as constants."""
-    return {
-        "first_k_dense_replace": [*config.mlp_layer_types, "sparse"].index("sparse"),
-        "qk_norm": True,
-        "expert_hidden_dim": config.moe_intermediate_size,
-        "route_norm": True,
-    }
-
-
-def _mimo_v2_fields(config: Any) -> dict[str, object]:
-    """Return the official names: transformers has lists of types, and doubles the heads of sliding layers itself."""
-    full, sliding = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
-    return {
-        "hybrid_layer_pattern": [int(each == "sliding_attention") for each in config.layer_types],
-        "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
-        "layernorm_epsilon": config.rms_norm_eps,
-        "rope_theta": full["rope_theta"],
-        "partial_rotary_factor": full["partial_rotary_factor"],
-        "swa_rope_theta": sliding["rope_theta"],
-        "swa_num_attention_heads": config.num_attention_heads,
-        "swa_num_key_value_heads": 2 * config.num_key_value_heads,
-        "swa_head_dim": config.head_dim,
-        "swa_v_head_dim": config.v_head_dim,
-        "sliding_window_size": config.sliding_window - 1,  # without the token itself
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-    }
-
-
 def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
-    config = model.config
+    config: Any = model.config
     match config.model_type:
         case "deepseek_v3":
             return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -358,24 +282,45 @@ def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
         case "exaone_moe":  # vLLM would take the types of the modules from the first layers
             return {"mtp_layer_types": model.mtp.kinds}
         case "hy_v3":
-            return _hy3_fields(config)
-        case "mimo_v2_flash":
-            return _mimo_v2_fields(config)
+            dense = [*config.mlp_layer_types, "sparse"].index("sparse")
+            width = config.moe_intermediate_size
+            return {"first_k_dense_replace": dense, "qk_norm": True, "expert_hidden_dim": width, "route_norm": True}
+        case "mimo_v2_flash":  # transformers has lists of types, and doubles the heads of sliding layers itself
+            full, sliding = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
+            return {
+                "hybrid_layer_pattern": [int(each == "sliding_attention") for each in config.layer_types],
+                "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
+                "layernorm_epsilon": config.rms_norm_eps,
+                "rope_theta": full["rope_theta"],
+                "partial_rotary_factor": full["partial_rotary_factor"],
+                "swa_rope_theta": sliding["rope_theta"],
+                "swa_num_attention_heads": config.num_attention_heads,
+                "swa_num_key_value_heads": 2 * config.num_key_value_heads,
+                "swa_head_dim": config.head_dim,
+                "swa_v_head_dim": config.v_head_dim,
+                "sliding_window_size": config.sliding_window - 1,  # without the token itself
+                "add_swa_attention_sink_bias": True,
+                "add_full_attention_sink_bias": False,
+            }
     return {}
 
 
 def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> None:
     """Write `folder/backbone`, which plain transformers reads, too, and `folder/draft`."""
-    before = {name: vars(model.config).pop(name) for name in _OURS if name in vars(model.config)}
+    ours = ("num_nextn_predict_layers", "keys_to_ignore_at_inference")  # fields that only a model with modules has
+    before = {name: vars(model.config).pop(name) for name in ours if name in vars(model.config)}
     try:
         model.main.save_pretrained(folder / "backbone", **options)
     finally:
         vars(model.config).update(before)
-    is_hy3 = LAYOUTS[model.config.model_type] == "hy3"
-    config, tensors = _hy3(model) if is_hy3 else _mimo(model)
+    if LAYOUTS[model.config.model_type] == "hy3":
+        config = {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", **_HY3_FIELDS}
+        tensors = _renamed(model, f"model.layers.{model.config.num_hidden_layers}.", _HY3_NAMES)
+    else:
+        config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+        tensors = _mimo_tensors(model)
     text = json.dumps(config | _common_fields(model), indent=2, sort_keys=True) + "\n"
-    (draft := folder / "draft").mkdir(parents=True, exist_ok=True)
-    (draft / "config.json").write_text(text, encoding="utf-8")
+    draft = replace_file(folder / "draft" / "config.json", text).parent
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
 
@@ -400,12 +345,7 @@ def _common_fields(model: DeepSeekMTP) -> dict[str, object]:
     }
 
 
-def _hy3(model: DeepSeekMTP) -> tuple[dict[str, object], dict[str, Tensor]]:
-    config = {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", **_HY3_FIELDS}
-    return config, _renamed(model, f"model.layers.{model.config.num_hidden_layers}.", _HY3_NAMES)
-
-
-def _mimo(model: DeepSeekMTP) -> tuple[dict[str, object], dict[str, Tensor]]:
+def _mimo_tensors(model: DeepSeekMTP) -> dict[str, Tensor]:
     prefix = "model.mtp_layers.0."
     tensors = _renamed(model, prefix, _MIMO_NAMES)
     projection = tensors[f"{prefix}input_proj.weight"]
@@ -415,7 +355,7 @@ def _mimo(model: DeepSeekMTP) -> tuple[dict[str, object], dict[str, Tensor]]:
         tensors.setdefault(f"{prefix}self_attn.{name}.bias", weight.new_zeros(len(weight)))
     tensors["model.embed_tokens.weight"] = model.get_input_embeddings().get_parameter("weight")
     tensors["lm_head.weight"] = model.get_output_embeddings().get_parameter("weight").clone()
-    return {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}, tensors
+    return tensors
 
 
 def _renamed(model: DeepSeekMTP, prefix: str, names: dict[str, str]) -> dict[str, Tensor]:

@@ -7,15 +7,16 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, logging
-from transformers.utils.hub import create_and_tag_model_card
 
 from ..generation.tensors.saving import finish
 from ..modeling.common.remote_code import code_when_pushed
@@ -26,13 +27,10 @@ from .card import check_no_local_path, hub_id, render_card
 logger = logging.get_logger(__name__)
 _NAMES = {"base_model_name_or_path", "_name_or_path", "name_or_path", "best_model_checkpoint"}
 """Fields of configs that hold the name of a model or its directory."""
-_CONFIGS = (CONFIG_NAME, "adapter_config.json", "tokenizer_config.json", "trainer_state.json")
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5", ".onnx")
 _REPLACED = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 """An upload removes no files, and a loader takes one of an earlier push before the shards of this one."""
 _TELLING = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_BLANK, _MANY = "[More Information Needed]", 10
-"""The blanks of the card that transformers makes in a first push, for example a tokenizer's, and their number."""
 _FILES = (
     *("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "register.safetensors"),
     *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
@@ -68,13 +66,12 @@ def push_to_hub(
     Args:
         model: The model; saved with its `save_pretrained`.
         tokenizer: The tokenizer; None if there is none (heads apart from a backbone).
-        card: The card, which becomes README.md. The Hub checks its metadata first. None keeps the one that is there,
-            and makes one where there is none.
+        card: The card, whose metadata the Hub checks first; None keeps the one that is there, or makes one.
         repo_id: `"user/name"`; created if it does not exist.
         files: Further files for the top directory: the figure that the card shows, the measured results.
         remote_code: The code that travels with it; `"auto"`: a bundle with models, none with drafters.
         overwrite: Push also where the repository holds another model.
-        private: Whether a new repository is private; None takes the account's default.
+        private: Whether a new repository is private.
         token: Access token; None takes the one of this machine (`hf auth login`).
         revision: Branch to push to; made if it is not there.
         tags: Further tags of the card that is kept or made.
@@ -85,9 +82,8 @@ def push_to_hub(
         The commit; its `repo_url` is the address of the repository.
 
     Raises:
-        ValueError: The Hub finds the card's metadata malformed; `files` clash with what is saved; `private` is True
-            and the repository exists and is public; or it holds another model.
-        huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example a wrong token or none (401).
+        ValueError: Malformed metadata, `files` that clash with what is saved, `private=True` where the repository is
+            public, or one that holds another model.
 
     Example:
         >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", picture="acceptance.png")
@@ -114,54 +110,51 @@ def push_to_hub(
             if (folder / file.name).exists():
                 raise ValueError(f"files: {file} has the name of another file of this push; rename it")
             shutil.copyfile(file, folder / file.name)
-        if card := card or _card_on_hub(repo, model, remote_code, [*tags], token):
+        if card := card or _card_on_hub(api, repo, model, remote_code, tags):
             replace_file(folder / "README.md", str(card))  # a save_pretrained may have written one of its own
         options = {"commit_message": f"Upload {type(model).__name__}", "revision": revision} | options
         return upload(api, folder, repo, overwrite, token=token, **options)
 
 
-def check_same_model(repo_id: str, ours: dict[str, Any], token: str | bool | None = None) -> None:
-    """Refuse a repository with another architecture or sizes, or with weights that no config.json describes.
-
-    `ours` are the fields of the config.json to be pushed.
-    """
-    api = HfApi(token=token)
+def _difference(api: HfApi, repo_id: str, ours: Path) -> str | None:
+    """Return how a repository holds another model than a config.json is of; None where it does not."""
     files = api.list_repo_files(repo_id)
-    different = [f"it has {name}, and no {CONFIG_NAME}" for name in files if name.endswith(_WEIGHTS)]
-    if CONFIG_NAME in files:
-        config = json.loads(Path(api.hf_hub_download(repo_id, CONFIG_NAME)).read_text(encoding="utf-8"))
-        mine, theirs = _telling(ours), _telling(config)
-        both = [name for name in mine if name in theirs and mine[name] != theirs[name]]
-        different = [f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in both]
-    if different:
-        raise ValueError(f"{repo_id!r} holds another model: {different[0]}; pass overwrite=True to replace it")
+    if CONFIG_NAME not in files:
+        return next((f"it has {name}, and no {CONFIG_NAME}" for name in files if name.endswith(_WEIGHTS)), None)
+    mine, theirs = _telling(ours), _telling(Path(api.hf_hub_download(repo_id, CONFIG_NAME)))
+    differ = (name for name in mine if theirs.get(name, mine[name]) != mine[name])
+    return next((f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in differ), None)
 
 
-def _telling(fields: dict[str, Any], within: str = "") -> dict[str, Any]:
+def _telling(config: Path) -> dict[str, Any]:
     """Return the fields that distinguish two models, also of parts, and that retraining does not change."""
-    found = {f"{within}{name}": fields[name] for name in _TELLING if fields.get(name) is not None}
-    for part in ("backbone_config", "text_config"):
-        if isinstance(fields.get(part), dict):
-            found |= _telling(fields[part], f"{part}.")
-    return found
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    parts = {"": fields} | {f"{name}.": fields[name] for name in ("backbone_config", "text_config") if name in fields}
+    pairs = {prefix + name: (part or {}).get(name) for prefix, part in parts.items() for name in _TELLING}
+    return {name: value for name, value in pairs.items() if value is not None}
 
 
-def _card_on_hub(repo_id: str, model: Any, remote_code: str | None, tags: list[str], token: Any) -> ModelCard | None:
-    """Return the card on the Hub with further tags, ours in place of none or of a form; None for no change."""
-    card = create_and_tag_model_card(repo_id, tags, token=token)
-    if card.text.count(_BLANK) < _MANY:
-        return card if tags else None
+def _card_on_hub(
+    api: HfApi, repo_id: str, model: Any, remote_code: str | None, tags: Sequence[str]
+) -> ModelCard | None:
+    """Return the card on the Hub with further tags, or ours in place of none; None for no change."""
     try:
-        return render_card(model, None, repo_id=repo_id, tags=tags, remote_code=remote_code)
-    except TypeError:  # a backbone alone, a class of a user, a tokenizer
-        return card
+        card = ModelCard.load(api.hf_hub_download(repo_id, "README.md"))
+    except EntryNotFoundError:
+        with suppress(TypeError):  # a backbone alone, a class of a user, a tokenizer
+            return render_card(model, None, repo_id=repo_id, tags=tags, remote_code=remote_code)
+        return None
+    data: Any = card.data
+    data.tags = [*(data.tags or ()), *tags]
+    return card if tags else None
 
 
 def upload(api: HfApi, folder: Path, repo_id: str, overwrite: bool = False, **options: Any) -> CommitInfo:
     """Upload a directory as one commit, in which its weights replace those that are there; refuse another model."""
-    config = folder / CONFIG_NAME  # adapters alone have none, and replace nothing
-    if config.is_file() and not overwrite:
-        check_same_model(repo_id, json.loads(config.read_text(encoding="utf-8")), options.get("token"))
+    config, hub = folder / CONFIG_NAME, HfApi(token=options.get("token"))
+    is_checked = config.is_file() and not overwrite  # adapters alone have none, and replace nothing
+    if is_checked and (difference := _difference(hub, repo_id, config)):
+        raise ValueError(f"{repo_id!r} holds another model: {difference}; pass overwrite=True to replace it")
     places = {file.parent.relative_to(folder) for file in folder.rglob("model*.safetensors")}
     replaced = [str(place / name) for place in places for name in _REPLACED]
     return api.upload_folder(repo_id=repo_id, folder_path=folder, delete_patterns=replaced, **options)
@@ -170,9 +163,8 @@ def upload(api: HfApi, folder: Path, repo_id: str, overwrite: bool = False, **op
 def public_copy(source: Path, target: Path, besides: Sequence[str] = (), adapters: Sequence[str] = ()) -> None:
     """Copy what may be public of a directory, without the names of local directories in its configs.
 
-    Nothing is copied but files of a list (`besides` has further patterns) and code that a config names, also in the
-    directories `adapters`, and nothing that a link brings in from elsewhere. Files that are there stay. A card that
-    shows a path of this machine is left out, with a warning.
+    That is files of a list (`besides` has further patterns) and code that a config names, also in the directories
+    `adapters`; no links to elsewhere, and no card that shows a path of this machine. Files that are there stay.
     """
     finish(source)
     for folder in (source, *(source / name for name in (BACKBONE, *adapters))):
@@ -206,7 +198,7 @@ def _code_files(folder: Path) -> set[Path]:
 
 def hide_local_names(directory: Path) -> None:
     """Remove from configs the names of local directories; names that the Hub knows are left unchanged."""
-    for file in (file for name in _CONFIGS for file in directory.rglob(name)):
+    for file in (*directory.rglob("*config.json"), *directory.rglob("trainer_state.json")):
         text = file.read_text(encoding="utf-8")
         if (public := json.loads(text, object_hook=_public)) != json.loads(text):
             replace_file(file, json.dumps(public, indent=2, ensure_ascii=False) + "\n")  # the file may be a link

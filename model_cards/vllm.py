@@ -1,12 +1,9 @@
 """Heads of `MTPHeads` as a drafter of vLLM: independent positions and circuits, on any backbone that vLLM serves.
 
-vLLM takes a drafter by the name of its class (`method="custom_class"`), but passes it tokens alone. The hidden state
-before each request's newest token, which a head reads, is taken from the arguments of the model runner's own method
-that requests drafts. Written for vLLM 0.32 (model runner V1), whose extension point is marked experimental; the names
-that are used there are checked when the engine starts.
-
-Also the repair of vLLM's rejection sampler on CPUs, for who calls `register`; docs/upstream.md describes the defect.
-Importing this module needs no vLLM.
+vLLM takes a drafter by the name of its class (`method="custom_class"`), but passes it tokens alone: the hidden states
+that heads read are taken from the arguments of the model runner's own method that requests drafts. Written for vLLM
+0.32 (model runner V1). Also the repair of vLLM's rejection sampler on CPUs, for who calls `register`; docs/upstream.md
+describes the defect. Importing this module needs no vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +20,8 @@ import torch
 from torch import nn
 
 from ..configuration import MTPHeadConfig
-from ..configuration.fields import refuse
 from ..generation.tensors.sampling import draw
 from ..generation.tensors.tensor_files import read_tensors, refuse_unknown
-from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.heads.family import FAMILIES, build_head, distribution_after
 
@@ -37,38 +31,14 @@ OPTION = "tokenahead_heads"
 _RUNNER, _PLATFORMS = "vllm.v1.worker.gpu_model_runner", "vllm.platforms"
 _SAMPLER, _EXPAND, _CUT = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "apply_top_k_top_p"
 _ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
-_ARE_PROBABILISTIC = "probabilistic"
-
-
-@dataclass
-class _Step:
-    """The model runner's state when it requests drafts.
-
-    Attributes:
-        states: [R, d], last hidden states whose logits were computed: m + 1 of a request that had m drafts.
-        counts: m for every request.
-        temperature: [requests], 0 where a request is greedy; None: all are.
-    """
-
-    states: torch.Tensor
-    counts: list[int]
-    temperature: torch.Tensor | None
 
 
 class HeadProposer:
     """The drafter, as `speculative_config` names it.
 
-    Greedy requests get the argmax of each exact conditional, as in this library. Sampled requests get it too, and vLLM
-    takes it as deterministic, which is lossless; with `"draft_sample_method": "probabilistic"` their drafts are drawn
-    from the conditionals at the request's temperature, and vLLM verifies them by these distributions, which accepts
-    more.
-
-    On CPUs vLLM 0.32 loses the temperatures of requests with drafts, of any drafter, so that sampled outputs do not
-    follow the backbone. This is tested when the heads are loaded, and the wrong function of vLLM is replaced in the
-    engine's process; `register` does so for other drafters.
-
-    With tensor parallelism, heads that share the backbone's unembedding get logits from the backbone itself, which
-    gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
+    Requests get the argmax of each exact conditional, as in this library; with `"draft_sample_method": "probabilistic"`
+    drafts of sampled ones are drawn from the conditionals at the request's temperature, and vLLM verifies them by these
+    distributions, which accepts more. Both are lossless. On CPUs, loading heads repairs vLLM's sampler (`register`).
 
     Args:
         vllm_config: vLLM's configuration; `additional_config["tokenahead_heads"]` is a directory that
@@ -81,51 +51,32 @@ class HeadProposer:
 
     Example:
         >>> from vllm import LLM
-        >>> llm = LLM(
-        ...     "backbone",
-        ...     speculative_config={
-        ...         "method": "custom_class",
-        ...         "model": "tokenahead.model_cards.vllm.HeadProposer",
-        ...         "num_speculative_tokens": 3,
-        ...     },
-        ...     additional_config={"tokenahead_heads": "heads"},
-        ... )
+        >>> method = {"method": "custom_class", "model": "tokenahead.model_cards.vllm.HeadProposer"}
+        >>> speculative = method | {"num_speculative_tokens": 3}
+        >>> llm = LLM("backbone", speculative_config=speculative, additional_config={"tokenahead_heads": "heads"})
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         method = getattr(vllm_config.speculative_config, "draft_sample_method", "greedy")
-        self.draws = method == _ARE_PROBABILISTIC
+        self.draws = method == "probabilistic"
         self.max_length = int(vllm_config.model_config.max_model_len)
         self.directory = _directory(vllm_config.additional_config)
-        self.config = MTPHeadConfig.from_pretrained(self.directory)
-        self._check()
+        self.config = config = MTPHeadConfig.from_pretrained(self.directory)
         self.head: nn.Module | None = None
         self.parts: BackboneParts | None = None
-        self._step: _Step | None = None
+        self._step: tuple[torch.Tensor, list[int], torch.Tensor | None] | None = None
         self._probs: torch.Tensor | None = None
+        if more := FAMILIES[config.head_type].reads_besides(config):
+            raise ValueError(f"{OPTION}: head_type={config.head_type!r} reads {more}, and vLLM passes states alone")
+        if not 1 <= self.num_tokens <= config.num_drafts:
+            raise ValueError(f"num_speculative_tokens={self.num_tokens}: these heads draft up to {config.num_drafts}")
+        for name in ("hidden_size", "vocab_size"):
+            ours, theirs = getattr(config, name), getattr(vllm_config.model_config.hf_text_config, name)
+            if ours != theirs:
+                raise ValueError(f"{name}: the heads were made for {ours}, not for {theirs}")
         listen()
-
-    def _check(self) -> None:
-        config, text = self.config, self.vllm_config.model_config.hf_text_config
-        more = FAMILIES[config.head_type].reads_besides(config)
-        refuse(
-            [
-                (more, f"{OPTION}: head_type={config.head_type!r} reads {more}, and vLLM passes the last state alone"),
-                (
-                    not 1 <= self.num_tokens <= config.num_drafts,
-                    f"num_speculative_tokens={self.num_tokens}: these heads draft 1 to {config.num_drafts} tokens",
-                ),
-                *(
-                    (
-                        getattr(text, name) != getattr(config, name),
-                        f"{name}: the heads were made for {getattr(config, name)}, not for {getattr(text, name)}",
-                    )
-                    for name in ("hidden_size", "vocab_size")
-                ),
-            ]
-        )
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads, in the backbone's dtype and on its device (called by vLLM)."""
@@ -137,13 +88,18 @@ class HeadProposer:
         refuse_unknown(self.directory, [*result.missing_keys, *result.unexpected_keys])
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
-        self.parts = _TargetParts(untyped(target_model))
+        target: Any = target_model
+        self.parts = BackboneParts(target)
+        self.parts.unembed = functools.partial(_unembed, target)  # which gathers shards and scales
         repair_sampler(weight.device)
 
     def take(self, states: torch.Tensor, metadata: Any, sampling: Any) -> None:
-        """Record the states [R, d], vLLM's `SpecDecodeMetadata` and `SamplingMetadata` for the next `propose`."""
+        """Record the runner's `SpecDecodeMetadata`, `SamplingMetadata` and states for the next `propose`.
+
+        `states` [R, d] are those whose logits were computed: m + 1 of a request that had m drafts.
+        """
         counts = [] if metadata is None else list(metadata.num_draft_tokens)
-        self._step = _Step(states, counts, None if sampling.all_greedy else sampling.temperature)
+        self._step = states, counts, None if sampling.all_greedy else sampling.temperature
 
     def take_probs(self) -> torch.Tensor | None:
         """Return the distributions [requests, k, V] of the last drafts, once; None where drafts are deterministic."""
@@ -156,11 +112,7 @@ class HeadProposer:
     ) -> list[list[int]]:
         """Return up to `num_speculative_tokens` tokens per request, fewer near its greatest length (called by vLLM).
 
-        Args:
-            sampled_token_ids: New tokens of each request; none where its prompt is not read to its end.
-            num_tokens_no_spec: [requests], the length of each one, these tokens included.
-            token_ids_cpu: Not read.
-            slot_mappings: Not read.
+        A request has new tokens where its prompt is read to its end; `num_tokens_no_spec` [requests] counts them, too.
         """
         step, self._step = self._step, None
         if step is None:
@@ -168,12 +120,12 @@ class HeadProposer:
         live = [index for index, tokens in enumerate(sampled_token_ids) if tokens]
         if not live:
             return [[] for _ in sampled_token_ids]
-        device = step.states.device
-        states = step.states[torch.tensor(_rows(sampled_token_ids, step.counts), device=device)]
-        last = torch.tensor([sampled_token_ids[index][-1] for index in live], device=device)
+        states, counts, temperature = step
+        states = states[torch.tensor(_rows(sampled_token_ids, counts), device=states.device)]
+        last = torch.tensor([sampled_token_ids[index][-1] for index in live], device=states.device)
         distribution = distribution_after(self.head, self.config, states, last, self.num_tokens, self.parts)
-        if self.draws and step.temperature is not None:
-            tokens, probs = distribution.draft(_warped(step.temperature[live]), self.num_tokens)
+        if self.draws and temperature is not None:
+            tokens, probs = distribution.draft(_warped(temperature[live]), self.num_tokens)
             self._probs = probs.new_zeros(len(sampled_token_ids), *probs.shape[1:])
             self._probs[live] = probs
         else:
@@ -185,11 +137,7 @@ class HeadProposer:
 
 
 def listen() -> None:
-    """Make vLLM's model runner pass its hidden states to a `HeadProposer`; other drafters are not affected.
-
-    Raises:
-        RuntimeError: A version of vLLM whose method takes other arguments.
-    """
+    """Make vLLM's model runner pass its hidden states to a `HeadProposer`; other drafters are not affected."""
     runner = importlib.import_module(_RUNNER).GPUModelRunner
     original = runner.propose_draft_token_ids
     if hasattr(original, "of_tokenahead"):
@@ -249,19 +197,12 @@ def _warped(temperature: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.T
     return choose
 
 
-class _TargetParts(BackboneParts):
-    """The unembedding of vLLM's target model, its only part for heads."""
-
-    @functools.cached_property
-    def unembed(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The map from states [..., d] to logits [..., V]: the backbone's own, which gathers shards and scales."""
-        return self._unembed
-
-    def _unembed(self, states: torch.Tensor) -> torch.Tensor:
-        logits = untyped(self.model).compute_logits(states.reshape(-1, states.shape[-1]))
-        if logits is None:
-            raise RuntimeError("tensor_parallel_size: vLLM gathers logits on one rank here; use unembedding='own'")
-        return logits.view(*states.shape[:-1], -1)
+def _unembed(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return the logits [..., V] that vLLM's target model has for states [..., d]."""
+    logits = model.compute_logits(states.reshape(-1, states.shape[-1]))
+    if logits is None:
+        raise RuntimeError("tensor_parallel_size: vLLM gathers logits on one rank here; use unembedding='own'")
+    return logits.view(*states.shape[:-1], -1)
 
 
 def register() -> None:
@@ -270,11 +211,10 @@ def register() -> None:
     To be called before the engine starts, in its process or in the one that forks it; or by vLLM in every process, as
     an entry point of the group `vllm.general_plugins` of a package of yours. Nothing is replaced where vLLM is right.
     """
-    if not importlib.import_module(_PLATFORMS).current_platform.is_cpu():
-        return
-    sampler = importlib.import_module(_SAMPLER)
+    is_cpu = importlib.import_module(_PLATFORMS).current_platform.is_cpu()
+    sampler = importlib.import_module(_SAMPLER) if is_cpu else None
     original = getattr(sampler, _EXPAND, None)
-    if original is None:  # another version, which does it otherwise
+    if original is None:  # another platform, or a version that does it otherwise
         return
 
     def first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -289,9 +229,8 @@ def register() -> None:
 def repair_sampler(device: torch.device) -> None:
     """Replace the wrong functions of vLLM's rejection sampler on CPUs, with a warning.
 
-    The CPU kernel of 0.32 that expands values of requests (`_expand_kernel_impl` in `vllm.utils.cpu_triton_utils`)
-    writes into an int64 copy, which is dropped: the sampler reads uninitialised memory for temperatures, `top_k` and
-    `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of an empty tensor.
+    In 0.32 the kernel that expands values of requests writes into a copy: the sampler reads uninitialised memory for
+    temperatures, `top_k` and `top_p`. And in a step without drafts, `top_k` takes the maximum of an empty tensor.
     """
     sampler = importlib.import_module(_SAMPLER)
     original = getattr(sampler, _EXPAND, None)

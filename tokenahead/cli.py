@@ -139,7 +139,7 @@ def _verify(request: requests.VerifyRequest) -> int:
 
 
 def _card(request: requests.CardRequest) -> int:
-    from .model_cards.command import make_card
+    from .model_cards.card import make_card
 
     print(f"wrote {make_card(request)}")
     return 0

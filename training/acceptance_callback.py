@@ -5,23 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object, send_to_device
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.utils import logging
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..generation.tensors.shared_models import is_sharded, readable
-from ..generation.tensors.wrapped_models import untyped
 from .batches import at_rest
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs
 from .evaluation.methods import drafting_method
 from .trainer_base import BaseTrainer, drafter_of
 
-logger = logging.get_logger(__name__)
-_GENERATED = ("generated_accepted", "generated_tokens_per_call")
 _CONSTRAINED = "constrained_accepted"
 
 
@@ -29,21 +25,19 @@ class AcceptanceCallback(TrainerCallback):
     """Adds acceptance to the metrics of every evaluation, for the log, the best checkpoint and early stopping.
 
     - `eval_expected_accepted`: drafts that one block verification of decoding at T = 1 is expected to accept along the
-      evaluation data, with drafts of the drafter's default length (`evaluation.drafts`: exact where the data are the
-      backbone's own outputs, an approximation elsewhere), and `eval_accepted_1`, `eval_accepted_2`, ...: the share of
-      verifications that accept at least so many; `eval_top_1_draft_1`, `eval_top_5_draft_1`, ...: how often the text's
-      token is the likeliest of draft 1, ..., or one of the five likeliest. Equal for any batch size and number of
-      processes. PTP models have no distributions without their uniforms: they log `eval_num_correct` instead.
+      evaluation data, with drafts of the drafter's default length (exact where the data are the backbone's own outputs,
+      an approximation elsewhere), and `eval_accepted_1`, ...: the share of verifications that accept at least so many;
+      `eval_top_1_draft_1`, `eval_top_5_draft_1`, ...: how often the text's token is the likeliest of draft 1, ..., or
+      one of the five likeliest. PTP models, which have no distributions, log `eval_num_correct` instead.
     - where the backbone learns, too, `eval_backbone_loss`, in nats per token of the same data, and
       `eval_constrained_accepted`: the accepted drafts of a checkpoint whose backbone loss is within `tolerance` of the
       best so far, and 0 of others. As `metric_for_best_model` it chooses, among all such checkpoints that are on the
-      disk, the one with most accepted drafts. Acceptance alone is refused there: flat distributions are easy to draft,
-      so that it prefers the worst backbone.
+      disk, the one with most accepted drafts. Acceptance alone is refused there: it prefers the worst backbone.
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
       tokens per call of the backbone, of sampled continuations (T = 1) of held-out rows.
 
-    `MTPTrainer` and `PTPTrainer` compute them before they log. The random numbers of training are not advanced. Under
-    FSDP1 and DeepSpeed, where parts of a model cannot be called on their own, nothing is measured, with a warning.
+    The random numbers of training are not advanced. Under FSDP1 and DeepSpeed, where parts of a model cannot be called
+    on their own, nothing is measured.
 
     Example:
         >>> args = TrainingArguments("out", eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
@@ -68,30 +62,25 @@ class AcceptanceCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Refuse acceptance alone as the metric of the best checkpoint where the backbone learns."""
         metric = (args.metric_for_best_model or "").removeprefix("eval_")
         is_acceptance = metric.startswith(("expected_accepted", "accepted_", "generated_"))
         if is_acceptance and has_probs(drafter_of(model)) and _backbone_learns(model):
-            raise ValueError(
-                f"metric_for_best_model={metric!r} prefers the backbone that is worst, for its flat distributions are "
-                f"easy to draft: choose {_CONSTRAINED!r}"
-            )
+            raise ValueError(f"metric_for_best_model={metric!r} prefers the worst backbone: choose {_CONSTRAINED!r}")
 
     def evaluation_metrics(self, trainer: BaseTrainer, prefix: str) -> dict[str, float]:
         """Return the further metrics of an evaluation, their names with a prefix; called by every process."""
         data = trainer.eval_dataset
         data = next(iter(data.values())) if isinstance(data, dict) else data
-        if data is None:
+        has_whole_parts = not trainer.is_fsdp_enabled or trainer.accelerator.is_fsdp2
+        if data is None or trainer.is_deepspeed_enabled or not has_whole_parts:
             return {}
-        if not _may_call_parts(trainer):
-            logger.warning_once("AcceptanceCallback measures nothing under FSDP1 and DeepSpeed")
-            return {}
-        model = _model_of(trainer)
+        model = drafter_of(trainer.accelerator.unwrap_model(trainer.model))
         metrics: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         forks = torch.random.fork_rng(devices, device_type=model.device.type)
+        trained = cast(PreTrainedModel, trainer.model)
         # autocast as in training: a drafter may have another dtype than its backbone
-        with forks, trainer.accelerator.autocast(), readable(untyped(trainer.model)), readable(model.policy):
+        with forks, trainer.accelerator.autocast(), readable(trained), readable(model.policy):
             if has_probs(model):
                 metrics |= self._expected(trainer, model, data)
             if self.generate_every and self._evaluations % self.generate_every == 0:
@@ -101,7 +90,7 @@ class AcceptanceCallback(TrainerCallback):
         return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
     def _expected(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
-        measures, sharded = DraftMeasures(), any(map(is_sharded, (untyped(trainer.model), model.policy)))
+        measures, sharded = DraftMeasures(), any(map(is_sharded, (cast(PreTrainedModel, trainer.model), model.policy)))
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             own = trainer.without_repeats(trainer._prepare_inputs(batch))
             # processes that share weights must call each part equally often: each measures the rows of all
@@ -128,13 +117,11 @@ class AcceptanceCallback(TrainerCallback):
         args, state = trainer.args, trainer.state
         earlier = [entry for entry in state.log_history if "eval_backbone_loss" in entry]
         bound = min([loss, *(entry["eval_backbone_loss"] for entry in earlier)]) + self.tolerance
-        allowed = {
-            int(entry["step"]): entry["eval_expected_accepted"]
-            for entry in earlier
-            if entry["eval_backbone_loss"] <= bound
-            and Path(str(args.output_dir), f"checkpoint-{entry['step']}").is_dir()
-        }
-        is_allowed = loss <= bound
+        is_allowed, allowed = loss <= bound, {}
+        for entry in earlier:
+            checkpoint = Path(str(args.output_dir), f"checkpoint-{entry['step']}")
+            if entry["eval_backbone_loss"] <= bound and checkpoint.is_dir():
+                allowed[int(entry["step"])] = entry["eval_expected_accepted"]
         if (args.metric_for_best_model or "").removeprefix("eval_") == _CONSTRAINED and state.best_metric is not None:
             best = max(allowed, key=lambda step: allowed[step], default=None)
             if best is not None and not (is_allowed and accepted > allowed[best]):
@@ -146,24 +133,19 @@ class AcceptanceCallback(TrainerCallback):
     def _generated(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         """Generate on every process: each samples the same outputs, so that none waits for another."""
         rows = islice(iter(_first(data, self.prompts)), self.prompts)
-        prompts = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in rows]
+        prompts = [torch.as_tensor(row["input_ids"])[None, : self.prompt_tokens].to(model.device) for row in rows]
         method = drafting_method("own", model.policy, model if model.is_apart else None)
         mode = sampled(1.0)
         mode = replace(mode, options=mode.options | {"min_new_tokens": self.new_tokens})
         with at_rest(model), at_rest(method.model), torch.no_grad():
-            inputs = [prompt[None].to(model.device) for prompt in prompts]
-            batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in inputs]
+            batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in prompts]
             runs = [decode(method, batch, mode, self.new_tokens) for batch in batches]
         accepted = [count for run in runs for count in run.accepted[0]] if all(run.accepted for run in runs) else []
         if not accepted:
             return {}
         calls = sum(run.forwards for run in runs)
-        return dict(zip(_GENERATED, (sum(accepted) / len(accepted), sum(run.new_tokens for run in runs) / calls)))
-
-
-def _may_call_parts(trainer: Trainer) -> bool:
-    """Return whether parts of a model can be called on their own, however it is distributed."""
-    return not trainer.is_deepspeed_enabled and (not trainer.is_fsdp_enabled or trainer.accelerator.is_fsdp2)
+        per_call = sum(run.new_tokens for run in runs) / calls
+        return {"generated_accepted": sum(accepted) / len(accepted), "generated_tokens_per_call": per_call}
 
 
 def _backbone_learns(model: Any) -> bool:
@@ -172,16 +154,8 @@ def _backbone_learns(model: Any) -> bool:
     return any(each.requires_grad and id(each) not in drafter for each in model.parameters())
 
 
-def _model_of(trainer: Trainer) -> Any:
-    """Return the drafter without wrappers of distribution, peft and joint training."""
-    return drafter_of(trainer.accelerator.unwrap_model(trainer.model))
-
-
 def _first(data: Any, count: int | None) -> Any:
-    """Return the first rows of a dataset of `datasets` or torch, of any kind."""
-    if count is None:
+    """Return the first rows of a dataset of `datasets` or torch."""
+    if count is None or not (hasattr(data, "take") or hasattr(data, "__len__")):
         return data
-    if not hasattr(data, "__len__"):
-        return data.take(count) if hasattr(data, "take") else data
-    rows = range(min(count, len(data)))
-    return data.select(rows) if hasattr(data, "select") else torch.utils.data.Subset(data, rows)
+    return data.take(count) if hasattr(data, "take") else torch.utils.data.Subset(data, range(min(count, len(data))))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -20,6 +19,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from ..configuration import MTPHeadConfig
@@ -29,20 +29,14 @@ from ..modeling.common.stored_drafters import drafter_class
 from .parts import of_first
 from .utils import replace_file
 
-_TrainerBase = Trainer if TYPE_CHECKING else object
-_STATE = "trainer_state.json"
 _SUMS = "checksums.json"
 """The file of a checkpoint that is written last, with the checksums of all others."""
-_LATE_FILES = ("optimizer.pt", "scheduler.pt", _SUMS)
 _OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
 _OF_DRAFTERS = ("version", "law", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
 
 
 def last_whole_checkpoint(run: str | PathLike) -> str | None:
-    """Return the latest checkpoint that a run can resume from; None if there is none.
-
-    Warns of later ones with a file that is missing or damaged.
-    """
+    """Return the latest checkpoint that a run can resume from, with a warning of later ones; None if there is none."""
     directories = [each for each in Path(run).glob("checkpoint-*") if each.is_dir() and _step(each).isdecimal()]
     for checkpoint in sorted(directories, key=lambda each: int(_step(each)), reverse=True):
         fault = fault_of(checkpoint)
@@ -53,36 +47,27 @@ def last_whole_checkpoint(run: str | PathLike) -> str | None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Return which file of a checkpoint is missing or damaged, by its checksums and the other ones of its run."""
+    """Return which file of a checkpoint is missing or damaged, by the checksums that its save wrote last."""
     finish(checkpoint)
-    if not _state(checkpoint):
-        return f"{_STATE} is missing or damaged"
-    for name in _LATE_FILES:
-        if not (checkpoint / name).exists() and any(checkpoint.parent.glob(f"checkpoint-*/{name}")):
-            return f"{name} is missing"
     try:
         known = json.loads((checkpoint / _SUMS).read_text(encoding="utf-8"))
-    except FileNotFoundError:  # of a run that wrote none
-        return None
-    except ValueError:
-        return f"{_SUMS} is damaged"
+    except (OSError, ValueError):
+        return f"{_SUMS} is damaged or missing"
     actual = _checksums(checkpoint)
-    return next((f"{name} is damaged" for name, digest in known.items() if actual.get(name) != digest), None)
+    faults = {name: "damaged" if name in actual else "missing" for name in known}
+    return next((f"{name} is {faults[name]}" for name in known if actual.get(name) != known[name]), None)
 
 
 def require_whole(checkpoint: str) -> None:
     """Raise a ValueError that names a file of a checkpoint which is missing or damaged; the first process looks."""
     if fault := of_first(lambda: fault_of(Path(checkpoint))):
-        raise ValueError(
-            f"resume_from_checkpoint={checkpoint!r}: {fault}; choose another, or True for the last whole one"
-        )
+        raise ValueError(f"resume_from_checkpoint={checkpoint!r}: {fault}; True takes the last whole one")
 
 
 class ChecksumWriter(TrainerCallback):
     """Writes the checksums of every checkpoint, when all processes and callbacks have written their files."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write them in the first process."""
         if args.world_size > 1:
             torch.distributed.barrier()
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
@@ -90,7 +75,7 @@ class ChecksumWriter(TrainerCallback):
             replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
 
 
-class ResumingMixin(_TrainerBase):
+class ResumingMixin(Trainer):
     """`train` that resumes from whole checkpoints alone; to be placed before `Trainer`."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -122,17 +107,12 @@ def _step(checkpoint: Path) -> str:
     return checkpoint.name.removeprefix("checkpoint-")
 
 
-def _state(checkpoint: Path) -> dict[str, Any]:
-    """Return the state that `Trainer` wrote; empty if the file is missing or incomplete."""
-    try:
-        return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
 def steps_of(checkpoint: str | Path) -> int:
-    """Return after how many steps a checkpoint was saved."""
-    return _state(Path(checkpoint)).get("global_step", 0)
+    """Return after how many steps a checkpoint was saved; 0 where it does not say so."""
+    try:
+        return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).global_step
+    except (OSError, ValueError):
+        return 0
 
 
 def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:
@@ -150,19 +130,18 @@ def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:
         raise ValueError(f"the checkpoint {checkpoint} has model_type={model_type!r}: choose one of this model")
     else:
         earlier = type(config).from_pretrained(checkpoint)
-    for name, theirs, ours in _shapes(earlier, config):
-        if theirs != ours:
-            raise ValueError(f"the checkpoint {checkpoint} has {name}={theirs!r}, and this model {name}={ours!r}")
+    theirs, ours = _shape(earlier), _shape(config)
+    for name in ours:
+        if name in theirs and theirs[name] != ours[name]:
+            raise ValueError(f"the checkpoint {checkpoint} has {name}={theirs[name]!r}, and this model {ours[name]!r}")
 
 
-def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tuple[str, object, object]]:
-    """Yield the options that determine the parameters: names, and the values of both configs."""
-    before, now = (getattr(each, "mtp_head", each) for each in (earlier, config))
-    if isinstance(before, MTPHeadConfig) and isinstance(now, MTPHeadConfig):
-        for name in ("head_type", "unembedding", "window", *now.family.shaping(), "draft_layers"):
-            yield name, getattr(before, name, None), getattr(now, name, None)
-    texts = earlier.get_text_config(), config.get_text_config()
-    for names, (before, now) in ((_OF_BACKBONES, texts), (_OF_DRAFTERS, (earlier, config))):
-        for name in names:
-            if hasattr(before, name) and hasattr(now, name):
-                yield name, getattr(before, name), getattr(now, name)
+def _shape(config: PreTrainedConfig) -> dict[str, object]:
+    """Return the options that determine a model's parameters."""
+    text, head = config.get_text_config(), getattr(config, "mtp_head", config)
+    owned = {name: getattr(text, name) for name in _OF_BACKBONES if hasattr(text, name)}
+    owned |= {name: getattr(config, name) for name in _OF_DRAFTERS if hasattr(config, name)}
+    if not isinstance(head, MTPHeadConfig):
+        return owned
+    names = ("head_type", "unembedding", "window", *head.family.shaping(), "draft_layers")
+    return {name: getattr(head, name, None) for name in names} | owned

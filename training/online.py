@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..configuration.fields import check_values
 from ..generation.tensors.saving import finish, whole_directory
 from ..modeling.common.online import OnlineLearner, OwnLossMixin
+from .parts import of_first
 
 ONLINE_DIRECTORY = "online_drafter"
 """Its name in a checkpoint."""
 _COUNTS = ("tokens", "done_updates", "_learned_at", "_accepted", "_verified")
-_FIRST = "counts-0.json"
 _REPLACED = ("buffer-*.safetensors", "counts-*.json", "drafter/*")
 """Files that depend on the number of processes and on what learns."""
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
     """Lets a drafter learn between the steps of a policy from what its rollouts verified.
 
-    The drafter is attached to the policy with `default=True`, so that rollouts draft; verified tokens and states are
-    recorded without a further forward. After each step of the policy the drafter takes small steps of its own. The
-    policy's parameters, gradients and outputs are unchanged. On several processes the drafter is the same on all of
-    them: each records its own rollouts, and gradients are averaged. Checkpoints of the trainer get a directory
-    `online_drafter` with the drafter, its optimizer and the records, and a resumed run continues with them. The records
-    are what users wrote: trainers of this library never push them, and a `Trainer` of transformers or TRL does only
-    where `hub_strategy` asks for whole checkpoints.
-
-    Without a trainer, call `update()` to learn, and `save` and `load`.
+    The drafter is attached to the policy with `default=True`, so that rollouts draft; the policy's parameters,
+    gradients and outputs are unchanged. On several processes the drafter is the same on all of them: each records its
+    own rollouts, and gradients are averaged. Checkpoints of the trainer get a directory `online_drafter` with drafter,
+    optimizer and records, and a resumed run continues with them. The records are what users wrote: trainers of this
+    library never push them, and a `Trainer` of transformers or TRL does only where `hub_strategy` asks for whole
+    checkpoints. Without a trainer, call `update()` to learn, and `save` and `load`.
 
     Args:
-        drafter: See `OnlineLearner`, as all that follows.
-        learning_rate: Of AdamW.
-        rows: Sequences of an update, on each process.
-        updates: Steps of the optimizer each time.
-        capacity: Tokens that are recorded, on each process.
+        drafter: See `OnlineLearner`.
         seed: Of the choice of sequences.
         every_steps: Learn after so many steps of the policy.
-
-    Raises:
-        TypeError: A drafter that does not learn from states.
-        ValueError: A drafter that is frozen or learns online already, or a number out of range.
+        options: Further arguments of `OnlineLearner`: `learning_rate`, `rows`, `updates`, `capacity`, of each process.
 
     Example:
         >>> head = EagleHead.from_pretrained("eagle").attach(model, default=True)
@@ -60,48 +49,25 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
     is_shared = True
 
-    def __init__(
-        self,
-        drafter: OwnLossMixin,
-        learning_rate: float = 1e-4,
-        rows: int = 8,
-        updates: int = 1,
-        capacity: int = 2**14,
-        seed: int = 0,
-        every_steps: int = 1,
-    ) -> None:
-        if not isinstance(every_steps, int) or every_steps < 1:
-            raise ValueError(f"every_steps={every_steps!r} must be a whole number of at least 1")
-        rank = _rank()
-        super().__init__(drafter, learning_rate, rows, updates, capacity, seed + rank)
+    def __init__(self, drafter: OwnLossMixin, *, seed: int = 0, every_steps: int = 1, **options: Any) -> None:
         self.every_steps = every_steps
+        check_values(self, {}, {"every_steps": "[1, inf)"})
+        super().__init__(drafter, seed=seed + _rank(), **options)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Continue from the checkpoint that the run is resumed from.
-
-        Raises:
-            FileNotFoundError: It has no drafter, for example because the run was stopped before that was written.
-        """
-        if state.global_step == 0:
-            return
-        resumed = args.resume_from_checkpoint
-        checkpoints = [Path(resumed)] if isinstance(resumed, str) and Path(resumed).is_dir() else []
-        checkpoint = next(filter(_has_drafter, [*checkpoints, _checkpoint(args, state)]), None)
-        if checkpoint is None:
-            raise FileNotFoundError(f"{_checkpoint(args, state)} has no {ONLINE_DIRECTORY}: resume from another one")
-        self.load(checkpoint)
+        if state.global_step:
+            chosen = Path(args.resume_from_checkpoint or "")
+            self.load(chosen if (chosen / ONLINE_DIRECTORY).is_dir() else _checkpoint(args, state))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Learn."""
         if state.global_step % self.every_steps == 0:
             self.update()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the directory into the checkpoint that the trainer has written."""
         self.save(_checkpoint(args, state))
 
     def save(self, folder: str | PathLike) -> None:
@@ -109,10 +75,10 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
         All processes must call it. `online_drafter/drafter` is a drafter for `from_pretrained`.
         """
-        target, rank = Path(folder) / ONLINE_DIRECTORY, _rank()
-        self.prepare()
-        with whole_directory(target, replaced=_REPLACED) if rank == 0 else nullcontext() as own:
-            temporary = _path_of_first(own)
+        rank, optimizer = _rank(), self.prepare()
+        whole = whole_directory(Path(folder) / ONLINE_DIRECTORY, replaced=_REPLACED)
+        with whole if rank == 0 else nullcontext() as own:
+            temporary = Path(of_first(lambda: str(own)))
             records = self.buffer.state_dict() | {"generator": self.generator.get_state()}
             save_file(records, temporary / f"buffer-{rank}.safetensors")
             counts = {"curve": self.curve, **{name: vars(self)[name] for name in _COUNTS}}
@@ -120,7 +86,10 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
             if rank == 0:
                 if self.part is self.drafter:  # else the policy's own checkpoint has it
                     cast(PreTrainedModel, self.part).save_pretrained(temporary / "drafter")
-                save_file(dict(self._optimized()), temporary / "optimizer.safetensors")
+                state = optimizer.state_dict()["state"]
+                tensors = {f"{key}.{name}": each for key in state for name, each in state[key].items()}
+                tensors |= {f"{key}.weight": master.detach() for key, master in enumerate(self.masters)}
+                save_file(tensors, temporary / "optimizer.safetensors")
             _wait()
         _wait()
 
@@ -128,20 +97,25 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         """Load what `save` wrote; a further process begins with an empty buffer.
 
         Raises:
+            FileNotFoundError: There is none, for example because the run was stopped before it was written.
             RuntimeError: The directory is of another drafter.
             ValueError: It is of a buffer of another capacity.
         """
         source, rank = finish(Path(folder) / ONLINE_DIRECTORY), _rank()
+        if not (source / "counts-0.json").is_file():
+            raise FileNotFoundError(f"{folder} has no {ONLINE_DIRECTORY}: resume from another checkpoint")
         if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
             drafter.load_state_dict(type(drafter).from_pretrained(source / "drafter").state_dict())
         optimizer, tensors = self.prepare(), load_file(source / "optimizer.safetensors")
-        for number, master in enumerate(self.masters):
-            master.data.copy_(tensors[f"{number}.weight"])
-            moments = {name: tensors[f"{number}.{name}"] for name in _MOMENTS if f"{number}.{name}" in tensors}
-            if moments:
-                moved = {name: each if name == "step" else each.to(master) for name, each in moments.items()}
-                optimizer.state[master] = moved
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            number, _, name = key.partition(".")
+            if name == "weight":
+                self.masters[int(number)].data.copy_(tensor)
+            else:
+                state.setdefault(int(number), {})[name] = tensor
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         self.publish()
         if not (source / f"buffer-{rank}.safetensors").exists():
             rank = 0
@@ -153,30 +127,9 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         self.curve = counts.pop("curve")
         self.__dict__.update(counts)
 
-    def _optimized(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the optimizer's weights and moments by name."""
-        optimizer = self.prepare()
-        for number, master in enumerate(self.masters):
-            yield f"{number}.weight", master.detach().contiguous()
-            for name in _MOMENTS:
-                if name in optimizer.state[master]:
-                    yield f"{number}.{name}", optimizer.state[master][name].contiguous()
-
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
-
-
-def _has_drafter(checkpoint: Path) -> bool:
-    return (finish(checkpoint / ONLINE_DIRECTORY) / _FIRST).is_file()
-
-
-def _path_of_first(path: Path | None) -> Path:
-    """Return the path that the first process has."""
-    paths = [None if path is None else str(path)]
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.broadcast_object_list(paths)
-    return Path(cast(str, paths[0]))
 
 
 def _rank() -> int:

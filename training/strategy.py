@@ -24,10 +24,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda share: share,
     "sine": lambda share: math.sin(math.pi / 2 * share),
 }
-_CHOICES = {
-    "train": ("drafter", "all", "lora"),
-    "loss_weight_shape": SHAPES,
-}
+_CHOICES = {"train": ("drafter", "all", "lora"), "loss_weight_shape": SHAPES}
 _RANGES = {
     **dict.fromkeys(("head_warmup", "loss_weight", "loss_weight_last", "draft_layers"), "[0, inf)"),
     **dict.fromkeys(("lora_rank", "draft_lora_rank"), "[1, inf)"),
@@ -38,10 +35,7 @@ _RANGES = {
 
 @dataclass
 class TrainingStrategy:
-    """A recipe of training; fields that are None do not change the model's own values.
-
-    The defaults are heads on a frozen backbone (Medusa-1, MtPC's stage 1, EAGLE, Hydra); docs/strategies.md has the
-    other papers' recipes.
+    """A recipe of training, by default a drafter on a frozen backbone; None does not change the model's own value.
 
     Attributes:
         train: `"drafter"`: the backbone is frozen. `"all"`: everything learns jointly, the backbone from its own
@@ -91,38 +85,25 @@ class TrainingStrategy:
 
     def __post_init__(self) -> None:
         check_values(self, _CHOICES, _RANGES)
-        needs = {  # without it, a field would be passed over
-            "lora_": self.train == "lora",
-            "draft_lora_rank": bool(self.draft_layers),
-            "loss_weight_": self.loss_weight is not None and self.loss_weight_last is not None,
-        }
+        unread = ["lora_"] * (self.train != "lora") + ["draft_lora_rank"] * (not self.draft_layers)
+        unread += ["loss_weight_"] * (self.loss_weight is None or self.loss_weight_last is None)
         for entry in fields(self):
-            for name, is_there in needs.items():
-                if entry.name.startswith(name) and not is_there and getattr(self, entry.name) != entry.default:
-                    raise ValueError(f"{entry.name}={getattr(self, entry.name)!r} has no effect: see TrainingStrategy")
-
-    def warmup_steps(self, max_steps: int) -> int:
-        """Return how many of `max_steps` the head learns alone."""
-        return round(self.head_warmup * max_steps) if self.head_warmup < 1 else int(self.head_warmup)
+            value = getattr(self, entry.name)
+            if entry.name.startswith(tuple(unread)) and value != entry.default:
+                raise ValueError(f"{entry.name}={value!r} has no effect: see TrainingStrategy")
 
 
 _BALANCE_FILE = "loss_balance.json"
 
 
 class MTPLossWeightSchedule(TrainerCallback):
-    """Changes lambda, the weight of the drafter's loss, while a model trains (DeepSeek-V3: 0.3, later 0.1).
-
-    The weight is a function of the step alone, so a resumed training continues with the right one.
+    """Changes lambda, the weight of the drafter's loss, by the step (DeepSeek-V3: 0.3, later 0.1).
 
     Args:
         first: lambda at the start.
         last: lambda from `switch_at` on.
         switch_at: Share of all steps after which `last` holds (DeepSeek-V3: 10 of 14.8 trillion tokens).
-        shape: How it changes: `"switch"` at once, `"linear"`, or `"sine"`: first + (last - first) *
-            sin(pi / 2 * share), Medusa-2's ramp.
-
-    Raises:
-        ValueError: A negative weight, a share outside 0 to 1, or an unknown shape.
+        shape: How it changes: `"switch"` at once, `"linear"`, or `"sine"`, Medusa-2's ramp.
 
     Example:
         >>> Trainer(model, args, train_dataset=data, callbacks=[MTPLossWeightSchedule(0.3, 0.1)]).train()
@@ -134,24 +115,16 @@ class MTPLossWeightSchedule(TrainerCallback):
         self.first, self.last, self.switch_at, self.shape = first, last, switch_at, shape
         check_values(self, {"shape": SHAPES}, {"first": "[0, inf)", "last": "[0, inf)", "switch_at": "[0, 1]"})
 
-    def weight(self, step: int, max_steps: int) -> float:
-        """Return lambda for a step (from 0 on) of `max_steps`."""
-        until = self.switch_at * max_steps
-        share = min(1.0, step / until) if until else 1.0
-        return self.first + (self.last - self.first) * SHAPES[self.shape](share)
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the weight of the step that begins."""
-        model: nn.Module = kwargs["model"]
-        weighted = (
-            each for each in without_peft(model).modules() if getattr(each, "mtp_loss_weight", None) is not None
-        )
-        owner: Any = next(weighted, None)
+        parts = without_peft(kwargs["model"]).modules()
+        owner = next((part for part in parts if getattr(part, "mtp_loss_weight", None) is not None), None)
         if owner is None:
-            raise TypeError(f"MTPLossWeightSchedule needs a model with mtp_loss_weight, not a {type(model).__name__}")
-        owner.mtp_loss_weight = self.weight(state.global_step, state.max_steps)
+            raise TypeError("MTPLossWeightSchedule needs a model with mtp_loss_weight")
+        until = self.switch_at * state.max_steps
+        share = min(1.0, state.global_step / until) if until else 1.0
+        owner.mtp_loss_weight = self.first + (self.last - self.first) * SHAPES[self.shape](share)
 
 
 class HeadWarmup(TrainerCallback):
@@ -164,31 +137,26 @@ class HeadWarmup(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set for the step that begins whether everything learns."""
         model = getattr(kwargs["model"], "module", kwargs["model"])
-        assert isinstance(model, nn.Module)
         if self.waiting is None:
             parts = without_peft(model).parts()
             head = {id(p) for name in parts.keys() - {"draft_layers"} for p in parts[name].parameters()}
             self.waiting = [p for p in model.parameters() if p.requires_grad and id(p) not in head]
-        is_over = state.global_step >= self.strategy.warmup_steps(state.max_steps)
+        steps = self.strategy.head_warmup
+        is_over = state.global_step >= (round(steps * state.max_steps) if steps < 1 else int(steps))
         for parameter in self.waiting:
             parameter.requires_grad_(is_over)
 
 
 class LossBalance(TrainerCallback):
-    """RMS balancing of depths over whole updates (Mehra et al. 2025), whatever the micro-batches.
+    """RMS balancing of depths (Mehra et al. 2025): depth j is scaled by RMS(l_1) / RMS(l_j) of the update before.
 
-    The paper scales depth j by RMS(l_1) / RMS(l_j) over the batch. Over a batch in pieces this needs all pieces before
-    the first backward. Here the factors of an update are those of the update before it, which costs nothing and makes
-    two divisions of a batch take the same step; in the first update all are 1. They are saved with checkpoints.
-
-    Attributes:
-        factors: [n] float32; None before the first update has ended.
+    So two divisions of a batch take the same step, where the paper's own factors would need all pieces before the first
+    backward. They are saved with checkpoints.
     """
 
     def __init__(self) -> None:
-        self.factors: torch.Tensor | None = None
+        self.factors: torch.Tensor | None = None  # [n] float32, from the end of the first update on
         self._squares = RunningMeans()
         self._accelerator: Accelerator | None = None
 
@@ -209,7 +177,6 @@ class LossBalance(TrainerCallback):
         return torch.ones(depths) if self.factors is None else self.factors
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the factors next to the checkpoint's weights."""
         if self._accelerator is not None:
             self.close(self._accelerator)
         if state.is_world_process_zero and self.factors is not None:
@@ -217,7 +184,6 @@ class LossBalance(TrainerCallback):
             replace_file(checkpoint / _BALANCE_FILE, json.dumps(self.factors.tolist()))
 
     def load(self, checkpoint: str) -> None:
-        """Load the factors of a checkpoint, if it has some."""
         path = Path(checkpoint) / _BALANCE_FILE
         if path.exists():
             self.factors = torch.tensor(json.loads(path.read_text(encoding="utf-8")))

@@ -14,36 +14,24 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils.generic import ModelOutput
 
 from ..generation.tensors.shared_models import shard
-from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.outputs import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
-from .trainer_base import (
-    BaseTrainer,
-    Inputs,
-    check_depths,
-    check_ids,
-    without_peft,
-)
+from .trainer_base import BaseTrainer, Inputs, check_depths, check_ids, without_peft
 
 
 class MTPTrainer(BaseTrainer):
     """transformers' Trainer for a model with multi-token heads, or for heads that are attached to a backbone.
 
-    What differs from `Trainer`:
-
-    - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
-      rules for padding and packed documents, and the loss of depth j is divided by count j;
+    - gradients are exact under accumulation: the targets of a whole update are counted per depth, and the loss of depth
+      j is divided by count j; `eval_loss` is that of all data, whatever the size of the batches;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
-      target of each depth since the last log (of Medusa and Hydra heads from `loss_head_2` on); `loss_backbone`, if the
-      backbone's own head learns, too; where the drafter learns the backbone's distribution, `acceptance_head_2`, ...:
-      the probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
-      `acceptance_step_1`, ...; over a draft vocabulary, targets that are not drafted count as 0;
-    - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;
+      target of each depth since the last log; `loss_backbone`, if the backbone's own head learns, too; where the
+      drafter learns the backbone's distribution, `acceptance_head_2`, ...: the probability that a drafted token is
+      accepted, given the true tokens before it; of EAGLE heads `loss_step_1`, `acceptance_step_1`, ...;
     - columns of rows are read, known to change nothing, or refused by name (`training.columns`);
-    - rows of a training batch are joined without padding where the model reads joined rows apart (which is tried); else
-      a budget of tokens has rows of similar lengths, padded;
-    - `strategy` decides which parts learn, when, how fast and from what;
+    - rows of a training batch are joined without padding where the model reads joined rows apart; else a budget of
+      tokens has rows of similar lengths, padded;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
@@ -59,8 +47,7 @@ class MTPTrainer(BaseTrainer):
 
     Raises:
         TypeError: A model without heads that train here, or a path instead of a model.
-        ValueError: A strategy that the model cannot follow, a budget of tokens that cannot be met, data without a
-            single target (at the first step), label smoothing, `torch_compile`, or context or sequence parallelism.
+        ValueError: A strategy that the model cannot follow, data without a single target, and what cannot be exact.
 
     Example:
         >>> model.train_only("drafter")
@@ -75,24 +62,21 @@ class MTPTrainer(BaseTrainer):
         tokens_per_batch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if model is not None and not isinstance(without_peft(model), TrainableDrafter):
-            raise TypeError(
-                f"MTPTrainer needs a model with drafts to train, not a {type(without_peft(model)).__name__}"
-            )
-        config = None if model is None else model.config
-        use_cache = {name: value for name, value in vars(config or self).items() if name == "use_cache"}
+        owner = without_peft(model)
+        if model is not None and not isinstance(owner, TrainableDrafter):
+            raise TypeError(f"MTPTrainer needs a model with drafts to train, not a {type(owner).__name__}")
+        fields = {} if model is None else vars(model.config)
+        before = {name: fields[name] for name in fields if name == "use_cache"}
         if strategy is not None:
-            if model is None:
-                raise ValueError("strategy is applied to a model: pass model=, not model_init=")
-            model = prepare(model, strategy)
+            model = prepare(cast(nn.Module, model), strategy)
             if strategy.shard_backbone:
-                owner = untyped(without_peft(model))
-                shard(owner.policy if owner.is_apart else owner.inner, cast(torch.device, PartialState().device))
+                whole = without_peft(model)
+                shard(whole.policy if whole.is_apart else whole.inner, cast(torch.device, PartialState().device))
         self.strategy = strategy
         self.balance: LossBalance | None = None
         self._unwrapped: tuple[Any, Any] = None, None
         super().__init__(model, *args, tokens_per_batch=tokens_per_batch, **kwargs)
-        for callback in [] if strategy is None else callbacks_of(strategy):
+        for callback in callbacks_of(strategy) if strategy is not None else ():
             self.add_callback(callback)
         heads = self._drafter.head_config
         if heads is not None and heads.loss_options.balance == "rms":
@@ -100,9 +84,8 @@ class MTPTrainer(BaseTrainer):
             self.add_callback(self.balance)
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
             self.args.ddp_find_unused_parameters = True  # waiting parts get no gradient
-        if config is not None:
-            vars(config).pop("use_cache", None)
-            vars(config).update(use_cache)
+        fields.pop("use_cache", None)  # `Trainer` sets it, and it would be saved
+        fields.update(before)
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError("cp_size and sp_size cut sequences, and windows would end at each cut: set both to 1")
 
@@ -113,7 +96,7 @@ class MTPTrainer(BaseTrainer):
 
     @property
     def _owner(self) -> Any:
-        """The model without wrappers of distribution; cached, because unwrapping takes a millisecond."""
+        """The model without wrappers of distribution, of which unwrapping takes a millisecond."""
         if self._unwrapped[0] is not self.model:
             self._unwrapped = self.model, self.accelerator.unwrap_model(self.model)
         return self._unwrapped[1]
@@ -130,10 +113,7 @@ class MTPTrainer(BaseTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return the model's own loss, and add its parts to the means for the log.
-
-        As in `Trainer`, but `num_items_in_batch` are the targets per depth over the whole update, [n].
-        """
+        """Return the model's own loss; `num_items_in_batch` are the targets per depth over the whole update, [n]."""
         # the logits of a training step are not read, and a cache would only cost memory
         defaults: Inputs = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
         if model.training and self.balance is not None:
@@ -150,20 +130,19 @@ class MTPTrainer(BaseTrainer):
 
     def _sums(self, outputs: ModelOutput, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of one micro-batch for the running means, and their counts, in the order of `_mean_names`."""
-        counts, pairs = self._depth_counts(inputs), []
-        depths = len(counts)
-        for name, size in (("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths)):
-            mean, count = outputs.get(name), counts[:size]
+        counts = self._depth_counts(inputs)
+        sizes, means = {"head_losses": len(counts), "backbone_loss": 1, "acceptances": len(counts)}, []
+        for name, size in sizes.items():
+            mean = outputs.get(name)
             if mean is None:
-                mean = torch.full_like(count, torch.nan, dtype=torch.float32)
-            mean = mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
-            pairs.append((mean, count))
-        means, counts = (torch.cat(parts) for parts in zip(*pairs))
+                mean = counts.new_full((size,), torch.nan, dtype=torch.float32)
+            mean = mean.reshape(-1, size).nanmean(0)  # DataParallel: a row per replica
+            means.append(mean.float().to(counts.device))
+        counts, means = torch.cat([counts[:size] for size in sizes.values()]), torch.cat(means)
         counts = torch.where(means.isnan(), 0, counts)
         return torch.where(counts > 0, means * counts, 0.0), counts
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`; the balance of depths is read, too."""
         if self.balance is not None:
             self.balance.load(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -176,25 +155,22 @@ class MTPTrainer(BaseTrainer):
         return float(loss) if counts[:depths].any() else float("nan")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in `Trainer`, with the strategy's learning rate for the drafter."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
         factor = 1.0 if self.strategy is None else self.strategy.drafter_lr_multiplier
         if made and factor != 1.0:
-            parts = self._drafter.parts().values()
-            drafter = {id(parameter) for part in parts for parameter in part.parameters()}
-            for group in list(optimizer.param_groups):
-                faster = [p for p in group["params"] if id(p) in drafter]
-                group["params"] = [p for p in group["params"] if id(p) not in drafter]
-                if faster:
-                    optimizer.add_param_group({**group, "params": faster, "lr": group["lr"] * factor})
-            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+            drafter = {id(each) for part in self._drafter.parts().values() for each in part.parameters()}
+            groups, optimizer.param_groups = optimizer.param_groups, []
+            for group in groups:
+                for is_drafter, rate in ((False, group["lr"]), (True, group["lr"] * factor)):
+                    chosen = [each for each in group["params"] if (id(each) in drafter) == is_drafter]
+                    if chosen:
+                        optimizer.add_param_group({**group, "params": chosen, "lr": rate})
         return optimizer
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """As in `Trainer`; if only the loss is wanted, logits of the last position alone are computed."""
         if prediction_loss_only:
             inputs = {"logits_to_keep": 1} | inputs
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -205,24 +181,15 @@ class MTPTrainer(BaseTrainer):
         return self._drafter.loss_counts(*(inputs.get(name) for name in names))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Inputs], torch.Tensor | None]:
-        """Return the micro-batches of an update and their targets per depth.
-
-        Warns, before the first step, of depths that no row reaches.
-
-        Raises:
-            ValueError: Before the first step, if no row of the training data has a target, or ids are invalid.
-        """
-        batches, items = super().get_batch_samples(*args, **kwargs)
-        counts = items if isinstance(items, torch.Tensor) else None
+        """Return the micro-batches of an update and their targets per depth; data without any are refused."""
+        batches, counts = super().get_batch_samples(*args, **kwargs)
         if self.balance is not None:
             self.balance.close(self.accelerator)
         if counts is not None and self.state.global_step == self._initial_global_step:
-            depths = counts.view(-1, self._drafter.num_losses)[0]
-            check_depths(depths, self._depth_counts, self.get_train_dataloader)
-        return batches, counts
+            check_depths(cast(torch.Tensor, counts), self._depth_counts, self.get_train_dataloader)
+        return batches, cast(torch.Tensor | None, counts)
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
-        """Return the targets per depth in all micro-batches of an update and, if processes share it, on all of them."""
         if self.state.global_step == vars(self).get("_initial_global_step"):  # not in an evaluation alone
             check_ids(batch_samples, self._drafter.config.get_text_config().vocab_size)
         has_labels = batch_samples and {"labels", "shift_labels"} & batch_samples[0].keys()
@@ -233,9 +200,8 @@ class MTPTrainer(BaseTrainer):
             counts = cast(torch.Tensor, self.accelerator.reduce(counts, "sum")) // self.get_tp_size()
         elif not self.args.average_tokens_across_devices and self.args.n_gpu > 1:
             counts = counts / self.args.n_gpu
-        if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica
-            counts = counts[None].expand(self.args.n_gpu, -1)
-        return counts  # whole numbers: FSDP2 would round floating ones to the dtype of its parameters
+        # DataParallel cuts tensors along their first axis. Whole numbers: FSDP2 would round floating ones
+        return counts if self.args.n_gpu <= 1 else counts[None].expand(self.args.n_gpu, -1)
 
     def _mean_names(self) -> list[str]:
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)

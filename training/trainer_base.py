@@ -10,8 +10,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_compiled_module
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -23,7 +22,6 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import logging
 
 from ..generation.tensors.saving import finish, whole_directory
 from ..generation.tensors.shared_models import gathered_state, shares_hidden
@@ -33,52 +31,30 @@ from .batches import BatchingMixin, Collator, Inputs
 from .checkpoints import ResumingMixin, check_checkpoint
 from .pushing import TrainerPushMixin
 
-logger = logging.get_logger(__name__)
 BATCHES_TO_SEARCH = 1000
 """Batches that are searched for a target, where the first update has none."""
-_IDS = ("input_ids", "labels", "shift_labels")
 
 
 def check_depths(
     counts: torch.Tensor, count: Callable[[Inputs], torch.Tensor], batches: Callable[[], Iterable[Inputs]]
 ) -> None:
-    """Search for targets at every depth, in the counts [n] of the first update and, where it lacks some, in batches.
-
-    Warns of depths that no row reaches.
-
-    Raises:
-        ValueError: No targets at all.
-    """
-    has_targets = counts.bool().cpu()
-    for batch in islice(batches(), BATCHES_TO_SEARCH) if not has_targets.all() else ():
-        has_targets = has_targets | count(batch).bool().cpu()
-        if has_targets.all():
-            return
-    if not has_targets.any():
+    """Refuse data without a target, in the counts [n] of the first update and, where it has none, in batches."""
+    if not (counts.any() or any(count(batch).any() for batch in islice(batches(), BATCHES_TO_SEARCH))):
         raise ValueError("train_dataset has no targets: its labels are -100 everywhere, or its rows have one token")
-    if not has_targets.all():
-        missing = ", ".join(str(depth + 1) for depth in (~has_targets).nonzero()[:, 0].tolist())
-        logger.warning(f"no row of train_dataset reaches depth {missing}, whose heads learn nothing: give longer rows")
 
 
 def check_ids(batches: Sequence[Inputs], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary: on an accelerator these would only show as a failed assertion of a kernel."""
     for batch in batches:
-        for name in _IDS:
+        for name in ("input_ids", "labels", "shift_labels"):
             if isinstance(ids := batch.get(name), torch.Tensor):
                 check_targets(ids.cpu(), vocab_size, name)
 
 
-def check_kernels(args: TrainingArguments, model: nn.Module | None = None) -> None:
-    """Refuse compiled steps, and keep liger's kernel of the loss away.
-
-    Raises:
-        ValueError: `torch_compile`, also of `accelerate launch --dynamo_backend`, or a model that is compiled already:
-            losses make their gradients in their forward, in chunks of the rows that have targets.
-    """
-    is_compiled = model is not None and (is_compiled_module(model) or model._compiled_call_impl is not None)
-    if args.torch_compile or is_compiled or TorchDynamoPlugin().backend != DynamoBackend.NO:
-        raise ValueError("torch_compile=True would compile losses again for every batch: leave it, and dynamo, out")
+def check_kernels(args: TrainingArguments) -> None:
+    """Refuse compiled steps, and keep liger's kernel of the loss away."""
+    if args.torch_compile:
+        raise ValueError("torch_compile=True would compile losses again for every batch: leave it out")
     if args.use_liger_kernel:  # its loss, on by default, would replace the drafter's
         args.liger_kernel_config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
 
@@ -91,8 +67,7 @@ class RunningMeans:
 
     def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Add the sums and counts of a micro-batch, [n] each; totals are float64 where the device has it."""
-        totals = torch.stack([sums, counts])
-        totals = totals if totals.device.type == "mps" else totals.double()
+        totals = torch.stack([sums, counts]).to(torch.float32 if sums.device.type == "mps" else torch.float64)
         self.totals = totals if self.totals is None else self.totals + totals
 
     def take(self, accelerator: Accelerator) -> torch.Tensor | None:
@@ -110,8 +85,7 @@ def named_means(totals: torch.Tensor | None, names: list[str], prefix: str = "")
 class CpuParallelism(ParallelismConfig):
     """accelerate's settings of tensor parallelism, which also processes of a CPU may have."""
 
-    def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Ask no kind of device."""
+    def _validate_accelerator(self, accelerator: Accelerator) -> None: ...
 
 
 class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
@@ -131,8 +105,8 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         self.tokens_per_batch = tokens_per_batch
         if self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding:
             self.data_collator = Collator(cast(Any, self.processing_class))  # these do not pad labels
-        check_kernels(self.args, cast(nn.Module, self.model))
-        plugin = plugin_of_deepspeed(self)
+        check_kernels(self.args)
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
         if plugin is not None and plugin.zero_stage == 3:
             raise ValueError("zero_stage=3 of DeepSpeed divides the unembedding that heads read: use 1 or 2, or FSDP2")
         if self.args.label_smoothing_factor:
@@ -145,21 +119,23 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         if self.args.device.type == "cpu" and getattr(self.model, "tp_size", None) and not self.args.parallelism_config:
             self.args.parallelism_config = CpuParallelism()  # which gets its sizes from the model
         super().create_accelerator_and_postprocess()
-        started, found = int(os.environ.get("WORLD_SIZE", 1)), self.accelerator.num_processes
-        if started > found:
+        started = int(os.environ.get("WORLD_SIZE", 1))
+        if started > self.accelerator.num_processes:
             raise ValueError(f"WORLD_SIZE={started} processes would train alone in one directory: pass use_cpu=True")
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
-        policy = None if plugin is None else plugin.mixed_precision_policy
-        if isinstance(policy, MixedPrecisionPolicy):
-            plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+        plugin = self._fsdp_plugin
+        if plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+
+    @property
+    def _fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        return self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; what processes share of a frozen backbone is none of DDP's business."""
         with self._shares_hidden():
             return super()._prepare_for_training(*args, **kwargs)
 
     def _shares_hidden(self) -> AbstractContextManager[None]:
-        """Hide shares of a frozen backbone, but not what FSDP2 made of a model that learns."""
+        """Hide shares of a frozen backbone from DDP and loaders, but not what FSDP2 made of a model that learns."""
         return nullcontext() if self.is_fsdp_enabled else shares_hidden(self._owner)
 
     @property
@@ -177,27 +153,24 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         means = self._means[False] = RunningMeans()
         output = super().evaluation_loop(*args, **kwargs)
         prefix, totals = kwargs.get("metric_key_prefix", "eval"), means.take(self.accelerator)
-        metrics = output.metrics if output.metrics is not None else {}
+        metrics = cast(dict[str, float], output.metrics)
         metrics.update(named_means(totals, self._mean_names(), f"{prefix}_"))
         loss = None if totals is None else self._pooled_loss(totals[0], totals[1])
         if loss is not None:
             metrics[f"{prefix}_loss"] = loss
         for callback in self.callback_handler.callbacks:  # so that they are logged, and decide on the best checkpoint
             measure = getattr(callback, "evaluation_metrics", None)
-            if measure is not None:
-                metrics.update(measure(self, prefix))
+            metrics.update({} if measure is None else measure(self, prefix))
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; sequences that only fill up the last batch of several processes are no targets."""
         return super().prediction_step(model, self.without_repeats(inputs), *args, **kwargs)
 
     def without_repeats(self, inputs: Inputs) -> Inputs:
-        """Return the batch with labels of -100 in sequences that some process has already seen.
+        """Return the batch with labels of -100 in repeated sequences, with which accelerate fills the last one up.
 
-        accelerate fills the last batch up with sequences of the first, so that every process has one; `Trainer` drops
-        their predictions, but their losses would count twice. Sequences that are joined without padding cannot be told
-        apart: of these, only batches that consist of repeats are left out.
+        `Trainer` drops their predictions, but their losses would count twice. Of sequences that are joined without
+        padding, only batches that consist of repeats are left out.
         """
         state, labels, size = self.accelerator.gradient_state, inputs.get("labels"), self.get_tp_size()
         is_last = state.end_of_dataloader and self.accelerator.num_processes > size
@@ -209,14 +182,13 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         return {**inputs, "labels": labels.masked_fill(repeated.view(shape), IGNORE)}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what `Trainer` logs, and the means of training with its `loss`."""
         if "loss" in logs:
             logs |= named_means(self._means[True].take(self.accelerator), self._mean_names())
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`; also of a model that FSDP sharded, whatever `fsdp_state_dict_type` checkpoints have."""
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        plugin = self._fsdp_plugin
         if plugin is None or _internal_call:
             super().save_model(output_dir, _internal_call)
             return
@@ -230,40 +202,29 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in `Trainer`, but model, tokenizer and arguments become one version of the directory."""
         state_dict = gathered_state(self._owner) if state_dict is None else state_dict  # of all processes together
-        if not self.args.should_save:
-            super()._save(output_dir, state_dict)
-            return
-        target = str(self.args.output_dir) if output_dir is None else output_dir
-        with whole_directory(target, updated=["README.md", f"{BACKBONE}/README.md"]) as directory:
-            super()._save(str(directory), state_dict)
+        whole = whole_directory(output_dir or str(self.args.output_dir), updated=["README.md", f"{BACKBONE}/README.md"])
+        with whole if self.args.should_save else nullcontext(output_dir) as directory:
+            super()._save(None if directory is None else str(directory), state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        """As in `Trainer`, or by the model itself; a checkpoint of another model is refused."""
-        finish(resume_from_checkpoint)
-        check_checkpoint(resume_from_checkpoint, self._owner)
-        if not self._load_several(resume_from_checkpoint):
-            with self._shares_hidden():
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        check_checkpoint(finish(resume_from_checkpoint), self._owner)
+        if self._loads_itself:
+            self._owner.load_checkpoint(resume_from_checkpoint)
+            return
+        with self._shares_hidden():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """See `_load_from_checkpoint`."""
-        if self.state.best_model_checkpoint is not None:
-            finish(self.state.best_model_checkpoint)
-        if not self._load_several(self.state.best_model_checkpoint):
-            with self._shares_hidden():
-                super()._load_best_model()
+        if self._loads_itself:
+            self._owner.load_checkpoint(self.state.best_model_checkpoint)
+            return
+        with self._shares_hidden():
+            super()._load_best_model()
 
-    def _load_several(self, checkpoint: str | None) -> bool:
-        """Load a model that consists of several directories; return whether it is one. Trainer itself reads shards."""
-        if checkpoint is None or self.is_fsdp_enabled or not hasattr(self._owner, "load_checkpoint"):
-            return False
-        self._owner.load_checkpoint(checkpoint)
-        return True
-
-
-def plugin_of_deepspeed(trainer: Trainer) -> Any:
-    """Return DeepSpeed's settings; None where it is not used."""
-    return trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    @property
+    def _loads_itself(self) -> bool:
+        """Whether the model consists of several directories; `Trainer` itself reads shards."""
+        return hasattr(self._owner, "load_checkpoint") and not self.is_fsdp_enabled
 
 
 def without_peft(model: Any) -> Any:

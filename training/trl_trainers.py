@@ -1,15 +1,12 @@
 """TRL's supervised fine-tuning and preference optimisation of models that draft. Needs the extra `train`.
 
-`SFTTrainer` alone computes a next-token loss of its own and never calls the model's: the heads would get no gradient,
-without a warning. DPO changes the backbone, and heads that are not trained with it would draft for the model as it was:
-the model's own loss on the chosen completions, drafter included, is an auxiliary term.
+`SFTTrainer` alone never calls the model's own loss: the heads would get no gradient.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +26,6 @@ from .trainer_base import check_kernels, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):
-    from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
@@ -39,13 +35,7 @@ if TYPE_CHECKING:
 
 
 class _SFTBehaviour(BatchingMixin):
-    """The behaviour of TRL's trainer besides its loss: unsupported settings are refused, and tokens are counted.
-
-    Not derived from `SFTTrainer`, whose methods would then come before those of our trainers, the card among them.
-    """
-
-    _total_train_tokens: int
-    _metrics: defaultdict[str, defaultdict[str, list[float]]]
+    """What TRL's trainer does besides its loss; not derived from it, as its methods would come before our trainers'."""
 
     def __init__(
         self, model: nn.Module | None = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
@@ -84,34 +74,13 @@ class _SFTBehaviour(BatchingMixin):
                 raise ValueError(f"drop_longer=True leaves no row of the {dataset_name} data, max_length={longest}")
         return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
-    def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the next trainer among the bases, and count tokens as TRL does."""
-        is_training = model.training
-        if is_training:
-            counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
-            earlier = 0 if self._total_train_tokens else int(max(counts, default=0))  # of a run that goes on
-            self._total_train_tokens += earlier + self._tokens_in(inputs)
-        self._metrics["train" if is_training else "eval"]["num_tokens"] = [self._total_train_tokens]
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def _tokens_in(self, inputs: Inputs) -> int:
-        real = inputs.get("attention_mask")
-        count = torch.tensor(inputs["input_ids"].numel()) if real is None else real.sum()
-        counts = self.accelerator.gather_for_metrics(count.to(self.accelerator.device))
-        assert isinstance(counts, torch.Tensor)
-        return int(counts.sum())
-
 
 class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
-    """`trl.SFTTrainer` that trains with the model's own loss, so that the heads learn.
-
-    Everything else is TRL's: chat templates, `assistant_only_loss`, packing, LoRA through `peft_config`. `MTPTrainer`
-    adds exact gradient accumulation per depth, `loss_head_1`, ... in the log, and windows that end where a packed
-    document does. Pass a model, not a path.
+    """`MTPTrainer` with TRL's preparation of data: chat templates, `assistant_only_loss`, packing, `peft_config`.
 
     Raises:
-        ValueError: Settings of TRL that would have no effect or a wrong one: `loss_type="dft"`, a loss of TRL's own,
-            and `packing_strategy="wrapped"`, which does not say where documents end.
+        ValueError: `loss_type="dft"`, a loss of TRL's own, or `packing_strategy="wrapped"`, which hides where documents
+            end.
 
     Example:
         >>> model.train_only("drafter")
@@ -120,10 +89,7 @@ class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
 
 
 class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
-    """`PTPTrainer` with TRL's preparation of data: chat templates, `assistant_only_loss`, packing.
-
-    Raises:
-        ValueError: As `MTPSFTTrainer`.
+    """`PTPTrainer` with TRL's preparation of data, as `MTPSFTTrainer`.
 
     Example:
         >>> PTPSFTTrainer(student, SFTConfig("out"), train_dataset=chats, processing_class=tokenizer).train()
@@ -134,33 +100,21 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
     """`trl.DPOTrainer` for `EvaByteForMTPC` and `DeepSeekMTP`.
 
     The loss is TRL's, of the backbone's own next-token distribution, plus `drafter_weight` times the model's own loss
-    (that of all its heads or modules, the next token included) on the chosen completions. The log carries
-    `drafter_loss`.
+    (that of all its heads or modules, the next token included) on the chosen completions, `drafter_loss` in the log.
 
     Args:
-        model: The model.
-        ref_model: As for `DPOTrainer`: a copy of the model, or None with a `peft_config`, whose adapters are switched
-            off for reference.
-        args: As for `DPOTrainer`.
+        model: The model; further arguments are those of `DPOTrainer`.
         drafter_weight: Weight of the auxiliary term; 0: the drafter is not trained.
-        kwargs: As for `DPOTrainer`.
 
     Raises:
         TypeError: Attached heads, or a model that does not draft for itself.
-        ValueError: A weight below 0 or not finite; `torch_compile`, or `use_liger_kernel` without a GPU.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel | PeftModel,
-        ref_model: PreTrainedModel | None = None,
-        args: DPOConfig | None = None,
-        *,
-        drafter_weight: float = 0.1,
-        **kwargs: Any,
+        self, model: PreTrainedModel | PeftModel, *args: Any, drafter_weight: float = 0.1, **kwargs: Any
     ) -> None:
         owner = without_peft(model)
         if not (isinstance(owner, MTPGenerationMixin) and isinstance(owner, TrainableDrafter)):
@@ -168,8 +122,8 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
         if not 0 <= drafter_weight < math.inf:
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
         self.drafter_weight = drafter_weight
-        super().__init__(model, ref_model, args, **kwargs)
-        check_kernels(self.args, model)
+        super().__init__(model, *args, **kwargs)
+        check_kernels(self.args)
 
     def compute_loss(
         self,

@@ -62,19 +62,12 @@ def runner_class(monkeypatch):
     return kind
 
 
-def configuration(base, folder, **changes):
+def configuration(base, folder, count=DRAFTS, method="greedy", max_model_len=100):
     """The part of vLLM's configuration that is read."""
-    values = dict(count=DRAFTS, method="greedy", shards=1, max_model_len=100, options={"tokenahead_heads": str(folder)})
-    values |= changes
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens=values["count"], draft_sample_method=values["method"]
-        ),
-        model_config=SimpleNamespace(
-            max_model_len=values["max_model_len"], hf_text_config=base.config, dtype=torch.float32
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=values["shards"]),
-        additional_config=values["options"],
+        speculative_config=SimpleNamespace(num_speculative_tokens=count, draft_sample_method=method),
+        model_config=SimpleNamespace(max_model_len=max_model_len, hf_text_config=base.config, dtype=torch.float32),
+        additional_config={"tokenahead_heads": str(folder)},
     )
 
 
@@ -212,18 +205,13 @@ def test_register_repairs_the_sampler_for_every_drafter_on_cpus(is_cpu, runner_c
     assert (heat.tolist() == [0.5, 2, 2]) == is_cpu
 
 
-def test_other_drafters_are_left_alone_and_the_runner_is_wrapped_once(runner_class):
-    listen()
-    wrapped = runner_class.propose_draft_token_ids
-    listen()
-    assert runner_class.propose_draft_token_ids is wrapped
+def test_other_drafters_are_left_alone_and_other_versions_refused(runner_class):
+    for _ in range(2):
+        listen()
     other = SimpleNamespace(propose=lambda sampled, lengths, ids, slot_mappings: [[1] for _ in sampled])
     runner = runner_class(other, 2)
     runner.lengths = [1, 1]
     assert runner.propose_draft_token_ids(None, [[1], [2]], None, None, None, None, None, None, None) == [[1], [1]]
-
-
-def test_a_runner_of_another_version_is_refused(runner_class):
     runner_class.propose_draft_token_ids = lambda self, scheduler_output, sampled_token_ids: None
     with pytest.raises(RuntimeError, match="sample_hidden_states.*spec_decode_metadata.*sampling_metadata"):
         listen()
@@ -247,7 +235,7 @@ def test_a_shard_of_the_unembedding_is_gathered_or_refused(runner_class, tmp_pat
     """vLLM's own method gathers; where it gives a rank nothing, shared leaves are refused and full ones work."""
     for kind, works in (("cp", False), ("ff full", True)):
         base, _ = saved(kind, tmp_path / kind)
-        proposer = HeadProposer(configuration(base, tmp_path / kind, shards=2))
+        proposer = HeadProposer(configuration(base, tmp_path / kind))
         served(base).compute_logits = lambda states: None
         proposer.load_model(base)
         proposer.take(torch.randn(1, 32), None, SimpleNamespace(all_greedy=True, temperature=None))

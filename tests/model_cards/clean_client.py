@@ -55,10 +55,10 @@ def same(found: dict, expected: dict) -> dict:
     return equal | {"accepted": found["accepted"] == expected["accepted"]}
 
 
-def attempt(call):
+def attempt(call, *args, **options):
     """What a call returns, or its error in words: one failure must not hide what the rest finds."""
     try:
-        return call()
+        return call(*args, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -67,10 +67,9 @@ def load_model(case: Path, expected: dict) -> dict:
     """A model by the Auto classes, what it says, and what it says after it was saved and loaded once more."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    first = AutoModelForCausalLM.from_pretrained(case, trust_remote_code=True)
-    found = same(spoken(first, expected["prompt"]), expected)
     config = AutoConfig.from_pretrained(case, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(case, config=config, trust_remote_code=True)
+    found = same(spoken(model, expected["prompt"]), expected)
     again = case.with_name(f"{case.name}_again")
     model.save_pretrained(again)
     handed_on = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True)
@@ -122,9 +121,9 @@ def refusals(folder: Path) -> dict:
 
     load = AutoModelForCausalLM.from_pretrained
     return {
-        "no trust": attempt(lambda: load(folder / "evabyte_ff", trust_remote_code=False)),
+        "no trust": attempt(load, folder / "evabyte_ff", trust_remote_code=False),
         "plain": type(load(folder / "deepseek", trust_remote_code=False)).__name__,
-        "no peft": attempt(lambda: load(folder / "ptp_one_hot", trust_remote_code=True)),
+        "no peft": attempt(load, folder / "ptp_one_hot", trust_remote_code=True),
     }
 
 
@@ -136,15 +135,15 @@ def needs_peft(name: str) -> bool:
 def main(folder: Path) -> None:
     sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
     expected = pickle.loads((folder / "expected.pickle").read_bytes())
-    found = {"refusals": attempt(lambda: refusals(folder))}
-    found["tokenizer"] = attempt(lambda: load_tokenizer(folder / "both", expected["tokenizer"]))
+    found = {"refusals": attempt(refusals, folder)}
+    found["tokenizer"] = attempt(load_tokenizer, folder / "both", expected["tokenizer"])
     apart = {name: case for name, case in expected["drafters"].items() if not needs_peft(name)}
-    found["without peft"] = attempt(lambda: load_drafters(folder, apart))
+    found["without peft"] = attempt(load_drafters, folder, apart)
     for name in sorted(expected["models"], key=needs_peft):
         if needs_peft(name):
             HIDDEN.difference_update({"peft", "accelerate"})
-        found[name] = attempt(lambda name=name: load_model(folder / name, expected["models"][name]))
-    found["drafters"] = attempt(lambda: load_drafters(folder, expected["drafters"]))
+        found[name] = attempt(load_model, folder / name, expected["models"][name])
+    found["drafters"] = attempt(load_drafters, folder, expected["drafters"])
     found["imported"] = sorted(set(sys.modules) & {*HIDDEN, "scipy", "sklearn", "pandas"})
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 

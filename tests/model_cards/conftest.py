@@ -14,15 +14,8 @@ def row():
 
 @pytest.fixture
 def results(row):
-    sampled = DecodingResult(
-        name="sampled, a | b",
-        do_sample=True,
-        backbone_calls=80,
-        new_tokens=200,
-        seconds=4.0,
-        plain_seconds=5.0,
-        plain_new_tokens=100,
-    )
+    counts = {"backbone_calls": 80, "new_tokens": 200, "seconds": 4.0, "plain_seconds": 5.0, "plain_new_tokens": 100}
+    sampled = DecodingResult(name="sampled, a | b", do_sample=True, **counts)
     return MeasuredResults(
         results=[row, sampled],
         dataset_name="held-out code",
@@ -39,13 +32,5 @@ def results(row):
 
 @pytest.fixture
 def config():
-    return EvaByteConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        window_size=16,
-        chunk_size=4,
-        num_pred_heads=4,
-        max_position_embeddings=256,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return EvaByteConfig(**sizes, window_size=16, chunk_size=4, num_pred_heads=4, max_position_embeddings=256)

@@ -8,94 +8,47 @@ Usage: python load_client.py FOLDER. Leaves `loaded.json` in FOLDER.
 import json
 import re
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard, snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPT = "def main():"
-TRUST = {"trust_remote_code": True}
+from tests.model_cards.clean_client import attempt
 
 
-def load_own(repo: str) -> tuple:
-    """With the classes of the library."""
-    from tokenahead import EvaByteForMTPC, EvaByteTokenizer
-
-    return EvaByteForMTPC.from_pretrained(repo), EvaByteTokenizer.from_pretrained(repo)
-
-
-LOADERS = {
-    "code": lambda repo: tuple(kind.from_pretrained(repo, **TRUST) for kind in (AutoModelForCausalLM, AutoTokenizer)),
-    "own": load_own,
-    "auto": lambda repo: (AutoModelForCausalLM.from_pretrained(repo), AutoTokenizer.from_pretrained(repo)),
-}
-REPOSITORIES = ("me/toy", "me/plain")
-
-
-def has_logits(loader: str, repo: str | Path, expected: torch.Tensor) -> bool:
+def has_logits(repo: str | Path, expected: torch.Tensor, **options: bool) -> bool:
     """Whether the model and tokenizer loaded from `repo` give exactly the expected logits."""
-    model, tokenizer = LOADERS[loader](repo)
+    model, tokenizer = (kind.from_pretrained(repo, **options) for kind in (AutoModelForCausalLM, AutoTokenizer))
     with torch.no_grad():
-        return torch.equal(model(**tokenizer(PROMPT, return_tensors="pt")).logits, expected)
+        return torch.equal(model(**tokenizer("def main():", return_tensors="pt")).logits, expected)
 
 
-def run_example(repo: str) -> dict:
-    """Runs the code that the card shows, as it stands, and returns its variables."""
+def is_lossless(repo: str) -> bool:
+    """Whether the code that a card shows, as it stands, writes what is written without drafts."""
     names: dict = {}
     exec(re.search(r"```python\n(.*?)```", ModelCard.load(repo).text, re.DOTALL)[1], names)
-    return names
-
-
-def try_model_example() -> list[bool]:
-    """Whether the example of a model wrote anything, and the same in both ways."""
-    names = run_example("me/toy")
+    if "drafter" in names:
+        names["drafter"].detach()
+        names["plain"] = names["backbone"].generate(**names["inputs"], max_new_tokens=64)
     wrote = names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
-    return [wrote, torch.equal(names["output"], names["plain"])]
-
-
-def try_heads_example() -> list[bool]:
-    """Whether the example of heads apart wrote anything, and what the backbone writes without them."""
-    names = run_example("me/heads")
-    wrote = names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
-    names["drafter"].detach()
-    plain = names["backbone"].generate(**names["inputs"], max_new_tokens=64)
-    return [wrote, torch.equal(names["output"], plain)]
-
-
-def figures() -> dict[str, float]:
-    """The measured figures in the card's metadata."""
-    return {entry.metric_type: entry.metric_value for entry in ModelCard.load("me/toy").data.eval_results}
-
-
-def attempt(call: Callable[[], object]) -> object:
-    """The result, or the error in words: one failure must not hide what the rest finds."""
-    try:
-        return call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return wrote and torch.equal(names["output"], names["plain"])
 
 
 def main(folder: Path) -> None:
-    expected = torch.load(folder / "logits.pt")
+    expected, repos = torch.load(folder / "logits.pt"), ("me/toy", "me/plain")
     snapshot = Path(snapshot_download("me/toy"))
     sys.modules["tokenahead"] = None  # which makes an import fail
-    found = {f"code {repo}": attempt(partial(has_logits, "code", repo, expected)) for repo in REPOSITORIES}
+    found = {f"code {repo}": attempt(has_logits, repo, expected, trust_remote_code=True) for repo in repos}
     del sys.modules["tokenahead"]
-    import tokenahead  # noqa: F401 - makes itself known to the Auto classes
+    import tokenahead
 
-    for loader in ("own", "auto"):
-        found |= {f"{loader} {repo}": attempt(partial(has_logits, loader, repo, expected)) for repo in REPOSITORIES}
-    files = [path.relative_to(snapshot) for path in snapshot.rglob("*") if path.is_file()]
-    found["snapshot files"] = sorted(path.as_posix() for path in files)
-    found["snapshot"] = attempt(lambda: has_logits("own", snapshot, expected))
-    found["example"] = attempt(try_model_example)
-    found["heads example"] = attempt(try_heads_example)
-    found["figures"] = attempt(figures)
-    found["private"] = attempt(lambda: load_own("me/private"))
-    (folder / "loaded.json").write_text(json.dumps(found, default=str), encoding="utf-8")
+    found |= {f"own {repo}": attempt(has_logits, repo, expected) for repo in (*repos, snapshot)}
+    found["files"] = sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
+    found |= {f"card of {repo}": attempt(is_lossless, repo) for repo in ("me/toy", "me/heads")}
+    figures = {entry.metric_type: entry.metric_value for entry in ModelCard.load("me/toy").data.eval_results}
+    private = attempt(tokenahead.EvaByteForMTPC.from_pretrained, "me/private")
+    (folder / "loaded.json").write_text(json.dumps(found | {"figures": figures, "private": private}), encoding="utf-8")
 
 
 if __name__ == "__main__":

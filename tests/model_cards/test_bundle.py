@@ -63,43 +63,25 @@ def test_only_imports_differ_from_the_source():
     assert rest(ours) == rest(theirs)
 
 
-@pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """A separate package for the bundler: by path, the text."""
-    monkeypatch.setattr(module, "_ROOT", tmp_path)
-    bundle.cache_clear()
-
-    def write(**files: str) -> None:
-        for name, text in files.items():
-            path = tmp_path / f"{name.replace('__', '/')}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-
-    yield write
-    bundle.cache_clear()
-
-
 @pytest.mark.core
-def test_every_form_of_import(tree, tmp_path):
-    tree(
-        room__start="from .pack import (\n    Thing,\n    x as y,\n)\nVALUE = 1\n"
-        "def f():\n    from .late import g\n    from .. import __version__\n    return g, __version__\n",
-        room__late="g = 1\n",
-        room__pack__model="Thing = 1\n",
-        room__pack__rest="x = 2\n",
-    )
-    (tmp_path / "room" / "pack" / "__init__.py").write_text("from .model import Thing\nfrom .rest import x\n")
-    _, files = bundle("room.start")
-    assert set(files) == {
-        *("room_start.py", "room_late.py", "room_pack_init.py", "room_pack.py", "room_pack_rest.py"),
-        "tokenahead_version.py",
+def test_every_form_of_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_ROOT", tmp_path)
+    start = "from .pack import (\n    Thing,\n    x as y,\n)\nVALUE = 1\n"
+    start += "def f():\n    from .late import g\n    from .. import __version__\n    return g, __version__\n"
+    packed = {
+        "pack/__init__": "from .model import Thing\nfrom .rest import x\n",
+        "pack/model": "Thing = 1\n",
+        "pack/rest": "x = 2\n",
     }
+    (tmp_path / "room" / "pack").mkdir(parents=True)
+    for name, text in [("start", start), ("late", "g = 1\n"), *packed.items()]:
+        (tmp_path / "room" / f"{name}.py").write_text(text)
+    _, files = bundle.__wrapped__("room.start")
+    names = ("room_start", "room_late", "room_pack_init", "room_pack", "room_pack_rest", "tokenahead_version")
+    assert set(files) == {f"{name}.py" for name in names}
     text = files["room_start.py"]
     assert "from .room_pack_init import (\n    Thing,\n    x as y,\n)\nVALUE = 1\n" in text
     assert "    from .room_late import g\n    from .tokenahead_version import __version__\n" in text
     assert files["room_pack_init.py"].endswith("from .room_pack import Thing\nfrom .room_pack_rest import x\n")
-
-
-def test_an_installation_without_sources_says_what_to_do(tree):
     with pytest.raises(FileNotFoundError, match="remote_code="):
-        bundle("room.nowhere")
+        bundle.__wrapped__("room.nowhere")

@@ -1,5 +1,7 @@
 """`tokenahead card`: which figures it shows, what it keeps of an earlier card, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 from huggingface_hub import ModelCard
 
@@ -8,41 +10,35 @@ from tests.test_cli import error_of, run
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults, render_card, write_card
-from tokenahead.model_cards.command import make_card
-from tokenahead.training.evaluation.prompts import read_prompts
+from tokenahead.model_cards.card import make_card
+from tokenahead.training.evaluation.bench import PLAIN
 from tokenahead.training.requests import CardRequest
+from tokenahead.training.results import source_mark
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with its tokenizer and a card that tells of its training, and prompts."""
+    """A model with its tokenizer and a card that tells of its training."""
     path = tmp_path_factory.mktemp("made") / "toy"
     model = small_model()
     model.save_pretrained(path, remote_code="bundle")
     EvaByteTokenizer().save_pretrained(path)
     told = {"training_data": "Novels.", "training_description": "Slowly.", "hyperparameters": {"learning_rate": 0.1}}
     write_card(path, render_card(model, None, license="mit", language="en", tags=["mine"], **told))
-    (path.parent / "prompts.txt").write_text("def f(\n\nimport \n")
     return path
 
 
-def test_figures_of_a_bench_are_shown_and_what_was_told_is_kept(folder, capsys, monkeypatch):
-    out = folder.parent / "bench"
-    words = ["--prompts", folder.parent / "prompts.txt", "--methods", "own", "--raw", "--new-tokens", "8"]
-    words = ["bench", "--model", folder, *words, "--decoding", "greedy", "T=1", "--output", out]
-    monkeypatch.setattr("sys.argv", ["tokenahead", *map(str, words)])
-    assert run(*words) == 0
-    capsys.readouterr()
-    assert run("card", folder, "--results", out / "results.json") == 0
+def test_figures_of_a_bench_are_shown_and_what_was_told_is_kept(folder, results, capsys):
+    own, plain = results.results
+    rows = [replace(own, method="own", source=source_mark(str(folder))), replace(plain, method=PLAIN)]
+    file = replace(results, results=rows).to_json(folder.parent / "results.json")
+    assert run("card", folder, "--results", file) == 0
     assert capsys.readouterr().out == f"wrote {folder / 'README.md'}\n"
-    results, card = MeasuredResults.from_json(folder / "results.json"), ModelCard.load(folder / "README.md")
-    assert results == MeasuredResults.from_json(out / "results.json")
-    own = [row for row in results.results if row.method == "own"]
-    assert [row.name for row in own] == ["own, greedy", "own, sampled, T=1"] and own[0].identical
+    card = ModelCard.load(folder / "README.md")
+    assert MeasuredResults.from_json(folder / "results.json") == MeasuredResults.from_json(file)
     figures = {entry.metric_name for entry in card.data.eval_results}
-    assert {f"Bytes per backbone call, {row.name}" for row in own} <= figures
-    assert not any("plain" in name for name in figures)
-    for told in ("Novels.", "Slowly.", "learning_rate: 0.1", "tokenahead bench --model toy --prompts prompts.txt"):
+    assert "Bytes per backbone call, greedy" in figures and not any("sampled" in name for name in figures)
+    for told in ("Novels.", "Slowly.", "learning_rate: 0.1", results.command):
         assert card.text.count(told) == 1
     assert (card.data.license, card.data.language, card.data.library_name) == ("mit", "en", "transformers")
     assert "mine" in card.data.tags and str(folder.parent) not in card.content
@@ -59,20 +55,6 @@ def test_a_card_of_a_drafter_needs_no_backbone(tmp_path):
     assert not (tmp_path / "heads" / "README.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("empty.txt", "\n \n", "no prompt in it"),
-        ("bad.jsonl", '"a"\n{', "line.*2"),
-        ("other.jsonl", '{"promt": "a"}', "line.*1"),
-    ],
-)
-def test_prompts_that_are_none(tmp_path, name, text, told):
-    (tmp_path / name).write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=told):
-        read_prompts(tmp_path / name)
-
-
 @pytest.mark.core
 def test_refusals_are_one_line(folder, tmp_path, capsys):
     code, line = error_of(capsys, "card", folder, "--results", tmp_path / "none.json")
@@ -83,8 +65,3 @@ def test_refusals_are_one_line(folder, tmp_path, capsys):
     (folder / "README.md").write_text(own)
     code, line = error_of(capsys, "card", folder)
     assert code == 1 and "overwrite=True" in line and (folder / "README.md").read_text() == own
-
-
-def test_the_package_alone_is_said_where_no_code_lies(tmp_path):
-    small_model().save_pretrained(tmp_path, remote_code=None)
-    assert ModelCard.load(make_card(CardRequest(str(tmp_path), license="mit"))).data.library_name == "tokenahead"

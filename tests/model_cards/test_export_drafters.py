@@ -36,12 +36,6 @@ def test_circuits_go_through_the_proposer(kind, tmp_path):
     assert "pip install --no-deps PATH" in str(report) and MTPHeads.from_pretrained(tmp_path).window == 4
 
 
-def test_blocks_that_vllm_does_not_know_go_through_the_proposer(tmp_path):
-    report = export(MTPHeads.from_backbone(backbone(), window=4, **KINDS["blockwise"]), tmp_path)
-    assert options_of(report.command, "--speculative-config")["method"] == "custom_class"
-    assert "were run in vLLM" not in str(report)
-
-
 @pytest.mark.parametrize(("law", "method"), [("independent", "dflash"), ("markov", "dspark")])
 def test_block_drafters(law, method, tmp_path):
     drafter = BlockDrafter.from_backbone(backbone(num_hidden_layers=4), law=law, layers=1)
@@ -83,15 +77,3 @@ def test_what_engines_cannot_run_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="engine='sglang'"):
         export(MTPHeads.from_backbone(backbone(), window=3), tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
-
-
-def test_paths_of_backbones_and_drafters_are_quoted(tmp_path):
-    heads = MTPHeads.from_backbone(backbone(), window=4, head_type="cp", rank=2)
-    eagle = EagleHead.from_backbone(backbone(), version=1)
-    for drafter in (heads, eagle):
-        drafter.config.base_model_name_or_path = "my backbone"
-    circuit = export(heads, tmp_path / "it's heads")
-    assert shlex.split(circuit.command)[2] == "my backbone"
-    assert options_of(circuit.command, "--additional-config") == {"tokenahead_heads": str(tmp_path / "it's heads")}
-    words = shlex.split(export(eagle, tmp_path / "an eagle", "sglang").command)
-    assert words[4] == "my backbone" and str(tmp_path / "an eagle") in words

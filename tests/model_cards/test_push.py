@@ -9,7 +9,6 @@ import pytest
 from tests.loopback_hub import LoopbackHub
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 PICTURE = b"\x89PNG\r\n\x1a\n, or so"
 WEIGHTS = "model.safetensors"
 
@@ -22,146 +21,74 @@ def pushed(tmp_path_factory):
     with LoopbackHub() as hub:
         hub.run(HERE / "push_client.py", folder, home="home of the author")
         found = json.loads((folder / "findings.json").read_text())
-        yield SimpleNamespace(hub=hub, folder=folder, found=found, toy=hub.repositories["me/toy"])
-
-
-@pytest.fixture(scope="module")
-def loaded(pushed):
-    """What load_client.py found there afterwards."""
-    pushed.hub.run(HERE / "load_client.py", pushed.folder, home="home of a reader", token=None)
-    return json.loads((pushed.folder / "loaded.json").read_text())
+        files = {name: repository.files for name, repository in hub.repositories.items()}
+        yield SimpleNamespace(hub=hub, folder=folder, found=found, files=files)
 
 
 @pytest.mark.core
 def test_push_is_one_commit_with_model_tokenizer_card_and_files(pushed):
-    assert [commit.message for commit in pushed.toy.commits[1:]] == ["Upload EvaByteForMTPC"]
+    commits, files = pushed.hub.repositories["me/toy"].commits, pushed.files["me/toy"]
+    assert [commit.message for commit in commits[1:]] == ["Upload EvaByteForMTPC"] and pushed.found["unchanged"]
     names = {"README.md", "config.json", WEIGHTS, "tokenizer_config.json", "acceptance.png", "results.json"}
-    assert names <= pushed.toy.files.keys()
-    assert pushed.toy.files["acceptance.png"].data == PICTURE
-    assert pushed.toy.files[WEIGHTS].lfs
-    assert pushed.found["url"] == f"{pushed.hub.url}/me/toy"
-
-
-@pytest.mark.core
-def test_unchanged_push_makes_no_commit(pushed):
-    assert pushed.found["unchanged"]
-
-
-def test_plain_push_keeps_the_card(pushed):
-    assert pushed.found["card_kept"]
-    assert b"Measured by:" in pushed.toy.files["README.md"].data
+    assert names <= files.keys() and files["acceptance.png"].data == PICTURE and files[WEIGHTS].lfs
+    assert b"Measured by:" in files["README.md"].data
+    assert pushed.found["url"] == f"{pushed.hub.url}/me/toy" and pushed.hub.unknown == []
 
 
 def test_plain_push_of_model_and_tokenizer(pushed):
-    files = pushed.hub.repositories["me/plain"].files
+    files = pushed.files["me/plain"]
     assert {"README.md", "config.json", WEIGHTS, "tokenizer_config.json"} <= files.keys()
     assert b'EvaByteForMTPC.from_pretrained("me/plain")' in files["README.md"].data
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("repo", ["me/toy", "me/plain"])
-@pytest.mark.parametrize("loader", ["code", "own", "auto"])
-def test_clean_process_loads_equal_logits(loaded, loader, repo):
-    assert loaded[f"{loader} {repo}"] is True
-
-
-@pytest.mark.nightly
-def test_snapshot_download_brings_every_file(pushed, loaded):
-    assert loaded["snapshot files"] == sorted(pushed.toy.files)
-    assert loaded["snapshot"] is True
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("example", ["example", "heads example"])
-def test_code_of_the_card_runs_and_is_lossless(loaded, example):
-    wrote, identical = True, True
-    assert loaded[example] == [wrote, identical]
-
-
-@pytest.mark.nightly
-def test_measured_figures_come_back_from_the_hub(loaded):
-    assert loaded["figures"] == {"tokens_per_call": 1.8, "tokens_per_second": 18.0, "speed_up": 2.0}
-
-
-def test_wrong_token_is_named(pushed):
-    error = pushed.found["wrong_token"]
-    assert (error["type"], error["status"]) == ("HfHubHTTPError", 401)
-    assert "Invalid credentials" in error["message"]
-
-
-def test_other_namespace_is_refused(pushed):
-    assert pushed.found["elsewhere"]["status"] == 403
-
-
-def test_malformed_card_is_refused(pushed):
-    assert pushed.found["malformed"]["type"] == "ValueError"
-    assert '"license" must be' in pushed.found["malformed"]["message"]
-
-
-def test_refused_pushes_leave_no_repository(pushed):
-    assert "me/none" not in pushed.hub.repositories
-    assert "other/none" not in pushed.hub.repositories
-
-
-def test_file_that_the_model_saves_is_refused(pushed):
-    assert pushed.found["clash"]["type"] == "ValueError"
-    assert "config.json" in pushed.found["clash"]["message"]
-    assert not pushed.hub.repositories["me/clash"].files
-
-
-def test_public_repository_is_not_taken_for_a_private_one(pushed):
-    assert pushed.found["private_asked"]["type"] == "ValueError"
-    assert "is public" in pushed.found["private_asked"]["message"]
-
-
-@pytest.mark.nightly
-def test_private_repository_stays_private(pushed, loaded):
-    assert pushed.hub.repositories["me/private"].private
-    assert loaded["private"].startswith("OSError")
-    assert "me/private" in loaded["private"]
-
-
 def test_weights_of_an_earlier_push_are_removed(pushed):
-    assert pushed.found["shards"] > 1
-    weights = {name for name in pushed.hub.repositories["me/shards"].files if "safetensors" in name}
-    assert weights == {WEIGHTS}
+    weights = {name for name in pushed.files["me/shards"] if "safetensors" in name}
+    assert pushed.found["shards"] > 1 and weights == {WEIGHTS}
 
 
 @pytest.mark.parametrize(
-    ("push", "told"),
+    ("push", "kind", "status", "told"),
     [
-        ("other architecture", "'me/base' holds another model: model_type is 'llama' there and 'mtp_heads' here"),
-        ("other sizes", "'me/toy' holds another model: hidden_size is 32 there and 64 here"),
-        ("other sizes, all at once", "'me/toy' holds another model: hidden_size"),
-        ("weights of something", "'me/weights' holds another model: it has adapter.safetensors, and no config.json"),
+        ("other architecture", "ValueError", None, "'me/base' holds another model: model_type is 'llama' there"),
+        ("other sizes", "ValueError", None, "'me/toy' holds another model: hidden_size is 32 there and 64 here"),
+        ("weights of something", "ValueError", None, "'me/weights' holds another model: it has adapter.safetensors"),
+        ("private", "ValueError", None, "is public"),
+        ("malformed", "ValueError", None, '"license" must be'),
+        ("clash", "ValueError", None, "config.json"),
+        ("no token", "HfHubHTTPError", 401, ""),
+        ("wrong token", "HfHubHTTPError", 401, "Invalid credentials"),
+        ("elsewhere", "HfHubHTTPError", 403, ""),
     ],
 )
-def test_what_would_be_lost_is_refused_by_name(pushed, push, told):
-    assert pushed.found[push]["type"] == "ValueError" and told in pushed.found[push]["message"]
-    assert pushed.found["untouched"]
-
-
-def test_a_push_without_a_token_is_refused(pushed):
-    assert pushed.found["no token"]["status"] == 401
+def test_what_would_be_lost_is_refused_by_name(pushed, push, kind, status, told):
+    error = pushed.found[push]
+    assert error[1] == status and told in error[2] and (kind != "ValueError" or error[0] == kind)
+    assert pushed.found["untouched"] and not {"me/none", "other/none"} & pushed.files.keys()
+    assert not pushed.files["me/clash"]
 
 
 def test_asked_for_another_model_is_replaced_and_a_card_written(pushed):
-    assert pushed.found["overwritten"]
-    files = pushed.hub.repositories["me/weights"].files
+    files = pushed.files["me/weights"]
     assert b"- mine" in files["README.md"].data
     assert b"/home/a" not in files["README.md"].data + files["config.json"].data
 
 
 def test_code_travels_in_the_same_commit(pushed):
     for repo in ("me/toy", "me/plain"):
-        files = pushed.hub.repositories[repo].files
+        files = pushed.files[repo]
         assert "tokenahead_code/generation_loop.py" in files and b"auto_map" in files["config.json"].data
-    files = pushed.hub.repositories["me/heads"].files
+    files = pushed.files["me/heads"]
     assert not [name for name in files if "code" in name] and b"auto_map" not in files["config.json"].data
 
 
-def test_hub_knew_every_request(pushed):
-    assert pushed.hub.unknown == []
+@pytest.mark.nightly
+def test_what_was_pushed_loads_with_its_code_and_with_the_library(pushed):
+    pushed.hub.run(HERE / "load_client.py", pushed.folder, home="home of a reader", token=None)
+    loaded = json.loads((pushed.folder / "loaded.json").read_text())
+    assert loaded.pop("figures") == {"tokens_per_call": 1.8, "tokens_per_second": 18.0, "speed_up": 2.0}
+    assert loaded.pop("files") == sorted(pushed.files["me/toy"])
+    assert pushed.hub.repositories["me/private"].private and "me/private" in loaded.pop("private")
+    assert len(loaded) == 7 and all(found is True for found in loaded.values()), loaded
 
 
 @pytest.mark.nightly

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 
 import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -26,67 +25,35 @@ def test_json_round_trip_holds_measured_values_only(results, tmp_path):
     assert '"speed_up"' not in path.read_text()
 
 
-def test_interrupted_write_keeps_the_old_file(results, tmp_path, monkeypatch):
-    path = results.to_json(tmp_path / "results.json")
-    before = path.read_text()
-    changed = dataclasses.replace(results, hardware="another")
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pathlib.Path.replace", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        changed.to_json(path)
-    assert path.read_text() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("new_tokens", 2.5), ("identical", "yes"), ("expected_by_position", 3), ("per_prompt", ["a"]), ("name", None)],
+    [("new_tokens", 2.5), ("identical", "yes"), ("per_prompt", ["a"]), ("hardware", 3), ("results", [7])],
 )
-def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(row, field, value):
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(row, results, field, value):
+    owner = row if hasattr(row, field) else results
     with pytest.raises(StrictDataclassFieldValidationError, match=f"'{field}'"):
-        dataclasses.replace(row, **{field: value})
-
-
-@pytest.mark.parametrize(("field", "value"), [("hardware", 3), ("extra", {"note": None}), ("results", [7])])
-def test_bad_results_are_named(results, field, value):
-    with pytest.raises(StrictDataclassFieldValidationError, match=f"'{field}'"):
-        dataclasses.replace(results, **{field: value})
-
-
-def test_no_file_holds_what_is_no_number(results, row, tmp_path):
-    with pytest.raises(ValueError):
-        dataclasses.replace(results, results=[dataclasses.replace(row, seconds=math.nan)]).to_json(tmp_path / "x.json")
-    assert not [*tmp_path.iterdir()]
+        dataclasses.replace(owner, **{field: value})
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda fields: fields.pop("command"), "command"),
-        (lambda fields: fields.update(speed=2), "'speed'"),
         (lambda fields: fields["results"][0].update(speed_up=9.0), "speed_up"),
         (lambda fields: fields["results"].append(7), "holds no results"),
         (lambda fields: fields.update(results=3), "holds no results"),
+        (None, "results"),
     ],
 )
 def test_bad_file_is_named(results, tmp_path, edit, message):
     path = results.to_json(tmp_path / "results.json")
     fields = json.loads(path.read_text())
-    edit(fields)
-    path.write_text(json.dumps(fields))
+    if edit is not None:
+        edit(fields)
+    path.write_text(json.dumps(fields)[: None if edit else 100])
     with pytest.raises(ValueError, match=message) as error:
         MeasuredResults.from_json(path)
     assert str(path) in str(error.value)
-
-
-def test_truncated_file_is_named(results, tmp_path):
-    path = results.to_json(tmp_path / "results.json")
-    path.write_text(path.read_text()[:100])
-    with pytest.raises(ValueError, match=r"results\.json"):
-        MeasuredResults.from_json(path)
 
 
 @pytest.mark.core

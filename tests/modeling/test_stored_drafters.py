@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from tests import mtpc_files
 from tests.eagle_models import tiny_backbone
 from tokenahead import BlockDrafter, EagleHead, MTPHeads, PTPStudent
-from tokenahead.model_cards.command import make_card
+from tokenahead.model_cards.card import make_card
 from tokenahead.modeling.common import stored_drafters
 from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead.training import MTPTrainer

@@ -31,16 +31,15 @@ def test_heads_name_their_backbone_and_no_folder(tmp_path):
     assert (card.data.base_model, card.data.model_name) == ("me/base", "Heads") and str(tmp_path) not in card.content
 
 
-def test_data_without_a_name_are_not_shown_as_a_number_alone(tmp_path):
-    trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=1).create_model_card()
-    assert "Data that the run did not name: 8 rows." in ModelCard.load(tmp_path / "README.md").text
-
-
 @pytest.mark.core
 def test_data_of_this_machine_are_named_without_their_folder(tmp_path):
     trainer = trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=1)
-    trainer.create_model_card(dataset_name=str(tmp_path / "rows.jsonl"))
-    assert "`rows.jsonl`: 8 rows." in ModelCard.load(tmp_path / "README.md").text
+    for name, shown in ((None, "Data that the run did not name"), (str(tmp_path / "rows.jsonl"), "`rows.jsonl`")):
+        trainer.create_model_card(dataset_name=name)
+        card = ModelCard.load(tmp_path / "README.md")
+        assert f"{shown}: 8 rows." in card.text and card.data.get("datasets") is None
+    trainer.create_model_card(dataset_name="me/rows")
+    assert ModelCard.load(tmp_path / "README.md").data.datasets == ["me/rows"]
 
 
 def test_words_of_a_person_are_kept(tmp_path):

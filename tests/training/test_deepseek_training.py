@@ -44,22 +44,6 @@ def test_training_the_modules_alone(kind, name, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.core_cases("deepseek_v3")
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
-def test_resuming_in_the_middle_gives_the_same_model(name, tmp_path):
-    options = dict(max_steps=6, save_steps=3, save_strategy="steps")
-    whole = family_model(name, num_nextn_predict_layers=2)
-    MTPTrainer(whole, arguments(tmp_path / "a", **options), train_dataset=rows()).train()
-    fresh = family_model(name, seed=5, num_nextn_predict_layers=2)
-    trainer = MTPTrainer(fresh, arguments(tmp_path / "b", **options), train_dataset=rows())
-    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    for (key, a), b in zip(whole.named_parameters(), fresh.parameters()):
-        torch.testing.assert_close(a, b, msg=key)
-    again = DeepSeekMTP.from_pretrained(tmp_path / "a" / "checkpoint-6")
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters()))
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["deepseek_v3", "exaone_moe"])
 def test_resuming_from_several_files_gives_the_same_model(name, tmp_path, monkeypatch):
     save = DeepSeekMTP.save_pretrained
@@ -91,39 +75,6 @@ def test_experts_are_balanced_as_the_main_model_does(name):
     without = model(ids, attention_mask=mask, labels=labels)
     torch.testing.assert_close(ours.loss - without.loss, 0.5 * own.aux_loss, atol=1e-5, rtol=1e-5)
     assert without.aux_loss is None
-
-
-@pytest.mark.by_day("True")
-@pytest.mark.parametrize("packing", [False, True])
-def test_trl(packing, tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    from tokenahead import EvaByteTokenizer
-    from tokenahead.training import MTPSFTTrainer
-
-    model = family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
-    before = model.mtp[1].eh_proj.weight.clone()
-    config = SFTConfig(
-        str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, use_cpu=True,
-        bf16=False, max_length=64, packing=packing, report_to="none", save_strategy="no",
-    )  # fmt: skip
-    data = Dataset.from_dict({"text": ["def f(x):\n    return x\n", "import os\n"] * 8})
-    trainer = MTPSFTTrainer(model, config, train_dataset=data, processing_class=EvaByteTokenizer())
-    trainer.train()
-    assert not torch.equal(model.mtp[1].eh_proj.weight, before)
-    assert "loss_head_3" in trainer.state.log_history[0]
-    plain = family_model("llama", vocab_size=320)
-    head, module = plain.main.lm_head.weight.clone(), plain.mtp[0].eh_proj.weight.clone()
-    SFTTrainer(plain, config, train_dataset=data, processing_class=EvaByteTokenizer()).train()
-    assert not torch.equal(plain.main.lm_head.weight, head)  # TRL's own loss knows the main model only
-    assert torch.equal(plain.mtp[0].eh_proj.weight, module)
-
-
-def test_a_state_of_its_own_names_is_loaded_as_usual():
-    model, other = family_model("deepseek_v3"), family_model("deepseek_v3", seed=1)
-    model.load_state_dict(other.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
 @pytest.mark.by_day("targets0")
@@ -167,9 +118,7 @@ def test_loss_weight_reaches_through_adapters_and_refuses_other_models(tmp_path)
     Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule(0.2, 0.2)]).train()
     assert model.base_model.model.mtp_loss_weight == 0.2
     plain = family_model("llama").main
-    with pytest.raises(TypeError, match="LlamaForCausalLM"):
+    with pytest.raises(TypeError, match="mtp_loss_weight"):
         Trainer(plain, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule()]).train()
     with pytest.raises(ValueError, match="switch_at=2 "):
         MTPLossWeightSchedule(switch_at=2)
-    with pytest.raises(ValueError, match="first=-1"):
-        MTPLossWeightSchedule(first=-1)

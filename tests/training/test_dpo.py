@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import torch
 from datasets import Dataset
 from trl import DPOConfig
 
@@ -38,24 +37,6 @@ def test_preferences_and_drafter_learn_together(make, tmp_path):
     entries = [entry for entry in trainer.state.log_history if "drafter_loss" in entry]
     assert entries[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
     assert entries[-1]["rewards/margins"] > 0.1 and entries[-1]["drafter_loss"] < entries[0]["drafter_loss"] - 0.1
-
-
-@pytest.mark.nightly
-def test_log_probs_of_the_reference_may_be_computed_before(tmp_path):
-    logs = []
-    for settings in ({}, {"precompute_ref_log_probs": True}):
-        trainer = trainer_of(tiny_model(), tmp_path, settings | {"max_steps": 2}, drafter_weight=0.0)
-        trainer.train()
-        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert logs[1] == pytest.approx(logs[0], abs=1e-5)
-
-
-@pytest.mark.nightly
-def test_without_the_term_the_drafter_stays_behind(tmp_path):
-    model = tiny_model()
-    own, drafts = model.lm_head.weight.detach().clone(), model.draft_heads.weight.detach().clone()
-    trainer_of(model, tmp_path, drafter_weight=0.0).train()
-    assert torch.equal(model.draft_heads.weight, drafts) and not torch.equal(model.lm_head.weight, own)
 
 
 def test_what_does_not_draft_for_itself_is_refused(tmp_path):

@@ -116,15 +116,6 @@ def test_evaluation_makes_no_logits_of_modules(kind, tmp_path):
         assert all(output.logits.shape[1] == 1 for output in outputs)
 
 
-def test_what_a_model_of_modules_returns_is_no_part_of_its_folder(tmp_path):
-    model = modules()
-    ignored = {"cache", "past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"}
-    assert set(model.config.keys_to_ignore_at_inference) == ignored
-    model.save_pretrained(tmp_path)
-    assert "keys_to_ignore" not in (tmp_path / "config.json").read_text()
-    assert "mtp_logits" in model.config.keys_to_ignore_at_inference
-
-
 @pytest.mark.by_day("evabyte, circuit and backbone", "modules", "block drafter")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_both_trainers_take_the_same_step(make, tmp_path):

@@ -1,18 +1,14 @@
 """Strategies on a backbone that carries adapters of peft already: they go on where that is meant, or are refused."""
 
-import json
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tests.training.test_strategies import modules
 from tokenahead import MTPHeads
-from tokenahead.modeling.heads import joint
-from tokenahead.training import TrainingStrategy, preparation
+from tokenahead.training import TrainingStrategy
 from tokenahead.training.loading import put_adapters
 
 ROWS = ragged_rows(4)
@@ -53,47 +49,12 @@ def test_adapters_that_are_there_go_on(fields, adapted, tmp_path):
     assert moved == {name for name in before if "lora_" in name}
 
 
-@pytest.mark.nightly
-def test_new_adapters_learn_and_are_saved_where_transformers_refuses_the_installed_peft(tmp_path, monkeypatch):
-    plain = trainer(MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3), tmp_path, train="lora")
-    plain.train()
-    plain.save_model(str(tmp_path / "saved by transformers"))
-    for module in (joint, preparation):
-        monkeypatch.setattr(module, "obstacle_of_peft", lambda: "it needs another peft")
-    plain.save_model(str(tmp_path / "saved by peft"))
-    again = trainer(MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3), tmp_path, train="lora")
-    again.train()
-    files = [tmp_path / f"saved by {whom}" / "backbone" for whom in ("transformers", "peft")]
-    ours, theirs = ({**load_file(each / "adapter_model.safetensors")} for each in files)
-    assert ours and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    configs = [json.loads((each / "adapter_config.json").read_text()) for each in files]
-    assert configs[0]["r"] == configs[1]["r"] == 8 and configs[0].keys() == configs[1].keys()
-    backbone = llama(num_hidden_layers=2)
-    put_adapters(backbone, files[1])
-    with pytest.raises(ImportError, match="transformers<5.24"):
-        trainer(MTPHeads.from_backbone(backbone, window=3), tmp_path, train="lora").train()
-
-
 @pytest.mark.by_day("lora_rank-8-3")
-@pytest.mark.parametrize(
-    ("field", "value", "there"),
-    [
-        ("lora_rank", 8, "3"),
-        ("lora_alpha", 6, "5"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "there"), [("lora_rank", 8, "3"), ("lora_alpha", 6, "5")])
 def test_other_adapters_than_those_that_are_there(field, value, there, adapted, tmp_path):
     heads = MTPHeads.from_backbone(adapted, window=3)
     with pytest.raises(ValueError, match=rf"{field}=.*adapters of the backbone have {there}"):
         trainer(heads, tmp_path, train="lora", **{field: value})
-
-
-@pytest.mark.core
-def test_all_linear_is_what_it_was(tmp_path):
-    fields = dict(train="lora", lora_targets="all-linear", lora_rank=2)
-    heads = MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3)
-    trainer(heads, tmp_path, **fields)
-    trainer(MTPHeads.from_backbone(heads.backbone, window=3), tmp_path, **fields)
 
 
 def test_a_backbone_with_adapters_does_not_learn_as_a_whole(adapted, tmp_path):
@@ -116,11 +77,6 @@ def test_a_model_with_modules_that_carries_adapters(train, tmp_path):
     for each in (model, model.get_base_model()):
         with pytest.raises(ValueError, match=f"train='{train}': the (PeftModel|DeepSeekMTP) carries adapters .*merge"):
             trainer(each, tmp_path, train=train)
-
-
-def test_draft_layers_need_plain_weights(adapted, tmp_path):
-    with pytest.raises(ValueError, match="draft_layers"):
-        trainer(MTPHeads.from_backbone(adapted, window=3), tmp_path, draft_layers=1).train()
 
 
 @pytest.mark.parametrize("is_training", [False, True])

@@ -10,11 +10,9 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from trl.trainer.utils import create_model_from_path
 
-from tests.models import tiny_model
 from tests.training.test_evaluation_loss import llama
-from tokenahead import DeepSeekMTP, EvaByteForMTPC, MTPHeads, PTPForCausalLM
+from tokenahead import DeepSeekMTP, MTPHeads, PTPForCausalLM
 
 SETTINGS = dict(max_steps=2, report_to=[], use_cpu=True, per_device_train_batch_size=2, save_strategy="no")
 MAKERS = {
@@ -30,10 +28,8 @@ def train(kind, method, folder, adapt=lambda model: model):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
     model = adapt(MAKERS[kind](llama(num_hidden_layers=2)))
     if method == "sft":
-        data, config = (
-            Dataset.from_dict({"text": ["a b c d e f"] * 4}),
-            SFTConfig(str(folder), max_length=8, **SETTINGS),
-        )
+        data = Dataset.from_dict({"text": ["a b c d e f"] * 4})
+        config = SFTConfig(str(folder), max_length=8, **SETTINGS)
         trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
     else:
         config = GRPOConfig(str(folder), num_generations=2, max_completion_length=3, **SETTINGS)
@@ -50,12 +46,6 @@ def train(kind, method, folder, adapt=lambda model: model):
 def test_what_cannot_learn_is_refused_by_name(kind, method, tmp_path):
     with pytest.raises(RuntimeError, match="MTPHeads.*MTPSFTTrainer" if kind == "heads" else "PTP.*PTPSFTTrainer"):
         train(kind, method, tmp_path)
-
-
-def test_a_reference_model_is_loaded_by_its_path(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    model = create_model_from_path(str(tmp_path), dtype="float32")
-    assert isinstance(model, EvaByteForMTPC) and "auto_map" not in (tmp_path / "config.json").read_text()
 
 
 def with_adapters(model):

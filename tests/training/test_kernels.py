@@ -27,7 +27,6 @@ TRAINERS = {
     "slots, TRL": (PTPSFTTrainer, student),
     "preferences": (MTPDPOTrainer, lambda: family_model("llama", vocab_size=320)),
 }
-ASKED = {"torch_compile": True, "torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}
 
 
 def made(kind, folder, **options):
@@ -42,29 +41,11 @@ def made(kind, folder, **options):
     return trainer_class(*given, train_dataset=data, processing_class=EvaByteTokenizer() if sft or dpo else None)
 
 
-@pytest.mark.by_day("heads-torch_compile", "slots, TRL-torch_compile_mode")
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.by_day("heads", "slots, TRL")
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_no_trainer_takes_it(kind, asked, tmp_path):
+def test_no_trainer_takes_it(kind, tmp_path):
     with pytest.raises(ValueError, match="torch_compile=True"):
-        made(kind, tmp_path, **{asked: ASKED[asked]})
-
-
-def test_a_backend_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    with pytest.raises(ValueError, match="torch_compile"):
-        made("heads", tmp_path)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_refused(in_place, tmp_path):
-    heads = MTPHeads.from_backbone(backbone(), window=3)
-    if in_place:
-        heads.compile(backend="eager")
-    else:
-        heads = torch.compile(heads, backend="eager")
-    with pytest.raises(ValueError, match="torch_compile"):
-        MTPTrainer(heads, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), train_dataset=ROWS)
+        made(kind, tmp_path, torch_compile_mode="reduce-overhead")
 
 
 def test_ligers_loss_never_replaces_that_of_a_drafter(tmp_path, monkeypatch):

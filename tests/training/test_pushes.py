@@ -42,76 +42,42 @@ def trained(folder, **options):
     return trainer
 
 
-def parted(names):
-    """The files at the top of a commit, and those of the whole checkpoint in it."""
-    pairs = [name.rpartition("/")[::2] for name in names]
-    assert {folder for folder, _ in pairs} <= {"", "last-checkpoint", "checkpoint-1"}
-    return {name for folder, name in pairs if not folder}, {name for folder, name in pairs if folder}
-
-
 def write(folder, *names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
 
 
-@pytest.mark.by_day("checkpoint")
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
-def test_a_second_training_pushes_no_rollouts_of_the_first(tmp_path, uploads, strategy):
-    trainer = trained(tmp_path, hub_strategy=strategy)
-    checkpoint = tmp_path / "checkpoint-1"
-    write(checkpoint, "online_drafter/buffer-0.safetensors", "online_drafter/drafter/config.json", "states/0/rows.bin")
-    trainer._push_from_checkpoint(str(checkpoint))
-    (names,) = uploads
-    model, whole = parted(names)
-    assert model <= MODEL | {"generation_config.json", "README.md"}
-    if strategy != "every_save":
-        assert MODEL | {"optimizer.pt", "trainer_state.json"} <= whole
-    assert not [name for name in names if "online_drafter" in name]
+PLANTED = (
+    "id_rsa", "notes.json", "train.py", ".env", "env", "secret.safetensors", "model.bak", "runs/id_rsa", "run.json",
+    "private/config.json", "private/model.safetensors", "backbone/id_rsa", "data.jsonl", "features/part-0.bin",
+    "online_drafter/buffer-0.safetensors", "online_drafter/drafter/config.json", "states/0/rows.bin",
+)  # fmt: skip
+OF_RUNS = ("metrics.json", "runs/Nov28/events.out.tfevents.1")
 
 
-def test_a_run_is_pushed_without_what_resuming_needs(tmp_path, uploads):
-    trainer = trained(tmp_path)
-    of_resuming = ("optimizer.pt", "trainer_state.json", "rng_state.pth", "online_drafter/buffer-0.safetensors")
-    write(
-        tmp_path,
-        "metrics.json",
-        "runs/Nov28/events.out.tfevents.1",
-        "run.json",
-        "features/part-0.bin",
-        *of_resuming,
-    )
-    trainer.push_to_hub()
-    (names,) = uploads
-    assert MODEL | {"README.md", "metrics.json", "runs/Nov28/events.out.tfevents.1"} <= names
-    assert not [name for name in names if name.startswith(("online", "features", "run.", "checkpoint", *of_resuming))]
-
-
-PLANTED = ("id_rsa", "notes.json", "train.py", ".env", "env", "secret.safetensors", "model.bak", "runs/id_rsa",
-           "private/config.json", "private/model.safetensors", "backbone/id_rsa", "data.jsonl")  # fmt: skip
-
-
-@pytest.mark.by_day("all_checkpoints")
+@pytest.mark.by_day("end", "all_checkpoints")
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_what_else_lies_in_a_run_is_not_pushed(strategy, tmp_path, uploads):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     trainer, checkpoint = trained(run, hub_strategy=strategy), run / "checkpoint-1"
     write(elsewhere, "id_rsa", "model.safetensors", "generation_config.json")
     for folder in (run, checkpoint):
-        write(folder, *PLANTED)
+        write(folder, *PLANTED, *(OF_RUNS if folder == run else ()))
         (folder / "vocab.json").symlink_to(elsewhere / "id_rsa")  # a name of the list
         (folder / "backbone" / "vocab.txt").symlink_to(elsewhere / "id_rsa")
         (folder / "runs" / "more").symlink_to(elsewhere, target_is_directory=True)
+    of_resuming = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "checksums.json"}
     if strategy == "end":
+        write(run, *of_resuming)
         trainer.push_to_hub()
     else:
         trainer._push_from_checkpoint(str(checkpoint))
     (names,) = uploads
-    model, whole = parted(names)
-    assert MODEL <= model <= MODEL | {"README.md", "generation_config.json"}
-    of_resuming = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "checksums.json"}
-    wanted = MODEL | of_resuming if "checkpoint" in strategy else set()
-    assert wanted == whole - {"README.md", "generation_config.json"}
+    top = {name for name in names if not name.startswith(("last-checkpoint/", "checkpoint-1/"))}
+    assert top - {"README.md", "generation_config.json"} == MODEL | set(OF_RUNS if strategy == "end" else ())
+    whole = {name.rpartition("/")[2] for name in names - top} - {"README.md", "generation_config.json"}
+    assert whole == (MODEL | of_resuming if "checkpoint" in strategy else set())
 
 
 def test_code_that_a_config_names_is_pushed_with_what_it_imports(tmp_path):

@@ -57,7 +57,6 @@ def test_heads_move_and_the_backbone_does_not(head, tmp_path):
         assert changed and all(name.startswith("mtp_head.") for name in changed)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == 3 and all(f"loss_head_{depth}" in logged[0] for depth in range(1, 9))
-    assert logged[-1]["num_tokens"] > logged[0]["num_tokens"] > 0
     assert logged[-1]["loss_head_2"] < logged[0]["loss_head_2"]
 
 

@@ -9,7 +9,6 @@ from transformers import LlamaForCausalLM
 from tests.programs import Program
 from tests.ptp_models import student
 from tests.training import shared_client
-from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama, modules
 from tokenahead import MTPHeads
 from tokenahead.training import PTPTrainer, TrainingStrategy
@@ -82,9 +81,3 @@ def test_slots_are_trained_on_a_frozen_backbone_that_is_whole_at_first(tmp_path)
     model.train_only("all")
     with pytest.raises(ValueError, match="shard_backbone=True.*frozen"):
         PTPTrainer(model, shard_backbone=True)
-
-
-def test_one_process_has_the_whole_backbone(tmp_path):
-    heads, strategy = MTPHeads.from_backbone(llama()), TrainingStrategy(shard_backbone=True)
-    trainer_for(heads, tmp_path, ragged_rows(), strategy=strategy)
-    assert type(heads.backbone).__name__ == "LlamaForCausalLM"

@@ -9,7 +9,6 @@ from tests.families import family_model
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.modeling.common.outputs import TrainableDrafter
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training import TrainingStrategy
 
@@ -170,41 +169,15 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (eagle, dict(train="all"), "train='all'.*EagleHead"),
         (eagle, dict(loss_weight=0.3), "loss_weight=.*0.3.*EagleHead"),
         (modules, dict(draft_layers=1), "draft_layers=.*1.*DeepSeekMTP"),
-        (modules, dict(loss=dict(balance="rms")), "'balance'.*DeepSeekMTP"),
-        (eagle, dict(loss=dict(target="labels")), "target='labels'"),
         (heads, dict(loss=dict(weights=[1.0])), "weights=.*window=3"),
         (heads, dict(draft_layers=1, train="all"), "draft_layers.*train='all'"),
         (lambda: heads(draft_layers=1), dict(draft_layers=1, draft_lora_rank=3), "draft_lora_rank=.*3.*8"),
         (heads, dict(loss=dict(divergence="lk")), "'divergence'.*target=.*'teacher'"),
-        (modules, dict(loss=dict(label_weight=0.5)), "'label_weight'.*target=.*'teacher'"),
     ],
 )
 def test_what_a_model_cannot_follow_is_refused_by_name(make, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer_for(make(), tmp_path, ragged_rows(), strategy=TrainingStrategy(**fields))
-
-
-def test_every_drafter_is_what_a_trainer_needs():
-    labels = torch.tensor([[70, 71, 72, -100, 74, 75]])
-    for drafter in (heads(), JointMTPModel(heads()), modules(), circuit(), small_model(), eagle(1), eagle(steps=2)):
-        assert isinstance(drafter, TrainableDrafter)
-        assert drafter.loss_counts(labels).shape == (drafter.num_losses,)
-    assert not isinstance(heads().backbone, TrainableDrafter)
-
-
-def test_heads_that_have_a_teacher_need_not_be_told(tmp_path):
-    for make in (
-        lambda: heads(loss_options=dict(target="teacher")),
-        lambda: heads(head_type="hydra", arch="prefix-mlp"),
-    ):
-        strategy = TrainingStrategy(loss=dict(divergence="lk"))
-        assert trainer_for(make(), tmp_path, ragged_rows(), strategy=strategy).model.config.loss_divergence == "lk"
-
-
-def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
-    model = trainer_for(heads(), tmp_path, ragged_rows(), strategy=TrainingStrategy(draft_layers=0, train="all")).model
-    assert isinstance(model, JointMTPModel) and model.heads.draft_layers is None
-    assert all(each.requires_grad for each in model.backbone.parameters())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +189,6 @@ def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
         (dict(lora_targets=["q_proj"]), "lora_targets=.*'q_proj'"),
         (dict(draft_lora_rank=4), "draft_lora_rank=4"),
         (dict(loss_weight_shape="sine"), "loss_weight_shape=.*'sine'"),
-        (dict(drafter_lr_multiplier=float("nan")), "drafter_lr_multiplier=.*0"),
     ],
 )
 def test_values_out_of_range_are_refused(fields, message):
@@ -224,16 +196,3 @@ def test_values_out_of_range_are_refused(fields, message):
         TrainingStrategy(**fields)
     with pytest.raises(TypeError, match="'heads_only'"):
         TrainingStrategy(heads_only=True)
-
-
-@pytest.mark.parametrize("make", [heads, eagle, modules, circuit])
-def test_the_block_loss_is_chosen_for_every_drafter(make, tmp_path):
-    model, ids = make(), torch.randint(1, 96, (2, 12))
-    strategy = TrainingStrategy(loss=dict(target="teacher", divergence="block"))
-    trainer_for(model, tmp_path, ragged_rows(4), strategy=strategy)
-    out = model(ids, labels=ids)
-    assert out.loss.requires_grad and out.acceptances[1:].isfinite().all()
-    for wrong in ({"position_weighting": "expected_calls", "divergence": "kl"}, {"divergence": "box"}):
-        with pytest.raises(ValueError, match="block"):
-            trainer_for(model, tmp_path, ragged_rows(4), strategy=TrainingStrategy(loss=wrong))
-    assert model.loss_options.divergence == "block"

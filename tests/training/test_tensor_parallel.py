@@ -9,16 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import AllReduceParallel
 
-from tests.ptp_models import CONFIGS, VOCABULARY, backbone
 from tests.training.test_evaluation_loss import llama
-from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
+from tokenahead import AssistantDrafter, EagleHead, MTPHeads, PTPStudent
 from tokenahead.experimental import MuToRTrainer
 from tokenahead.generation.tensors.shared_models import LayerDivision
-from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, TrainingStrategy, cache_features, regenerate
 from tokenahead.training.parts import Processes
 
@@ -82,21 +80,6 @@ def test_a_drafter_that_reads_layers_is_refused(name, divided):
         REFUSED[name](divided)
 
 
-def test_slots_of_a_model_with_norms_of_heads(divided, tmp_path):
-    config = CONFIGS["qwen3"]()
-    config.num_key_value_heads = 2
-    backbone(config).save_pretrained(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
-        base = Qwen3ForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(tp_plan="auto"))
-    model = PTPForCausalLM.from_backbone(base, num_slots=2, lora_rank=2)
-    layer = model.backbone.model.layers[0].self_attn
-    shapes = {name: tuple(part.shape) for name, part in layer.named_parameters() if "lora" in name}
-    assert shapes["q_proj.lora_B.default.weight"] == (16, 2) and shapes["o_proj.lora_A.default.weight"] == (2, 16)
-    assert model.generate(IDS % VOCABULARY, max_new_tokens=4, do_sample=False).shape[1] <= 14
-    assert "distributed_config" not in model.config.backbone_config.to_dict()
-
-
 def test_layers_whose_gradients_are_partial_take_no_adapters(divided):
     layer = torch.nn.Linear(4, 4)
     AllReduceParallel().install_forward(layer, init_device_mesh("cpu", (2,)))
@@ -111,12 +94,6 @@ def test_further_processes_are_refused(divided, tmp_path, monkeypatch):
         MTPTrainer(FAMILIES["hmm"](divided), settings(tmp_path), train_dataset=ROWS)
 
 
-@pytest.mark.parametrize("options", [{"num_assistant_tokens_schedule": "adaptive"}, {"draft_tree": "auto"}])
-def test_drafts_by_the_clock_are_refused(options, divided):
-    with pytest.raises(ValueError, match=f"{[*options][0]}.*tensor parallel"):
-        divided.generate(IDS, max_new_tokens=4, assistant_model=FAMILIES["hmm"](divided), **options)
-
-
 def test_training_of_models_around_it_is_refused(divided, tmp_path):
     whole, joint = settings(tmp_path), TrainingStrategy(train="all")
     with pytest.raises(ValueError, match="tensor parallel"):
@@ -125,15 +102,6 @@ def test_training_of_models_around_it_is_refused(divided, tmp_path):
         MTPTrainer(FAMILIES["hmm"](divided), whole, train_dataset=ROWS, strategy=TrainingStrategy(shard_backbone=True))
     with pytest.raises(ValueError, match="tensor parallel"):
         MuToRTrainer(divided, whole, train_dataset=ROWS)
-
-
-def test_modules_learn_alone_and_are_saved_by_a_trainer(divided, tmp_path, monkeypatch):
-    monkeypatch.setattr(retrofit, "check_backbone", lambda *_: None)  # the fake group gathers nothing
-    model = DeepSeekMTP.from_backbone(divided)
-    with pytest.raises(ValueError, match="state_dict=None"):
-        model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="tensor parallel"):
-        MTPTrainer(model, settings(tmp_path), train_dataset=ROWS, strategy=TrainingStrategy(train="all"))
 
 
 def test_rows_are_not_divided_among_its_processes(divided, tmp_path):
@@ -151,8 +119,3 @@ def test_other_ways_of_dividing_are_found(divided):
     sharded = fully_shard(plain(), mesh=mesh)
     with pytest.raises(ValueError, match="FSDP2 shards"):
         Processes.of(sharded)
-
-
-def test_whole_backbones_pass(tmp_path):
-    heads = MTPHeads.from_backbone(plain())
-    assert heads.tp_size is None and Trainer(heads, settings(tmp_path), train_dataset=ROWS).get_tp_size() == 1

@@ -134,17 +134,6 @@ def test_ragged_batches_write_the_backbones_text(case, tree):
     assert drafted.equal(base.generate(**prompt, **options))
 
 
-@pytest.mark.by_day("zlab_llama-drawn", "speculators_dspark-argmax", "deepspec_dspark_gated-drawn")
-@pytest.mark.parametrize("sampling", ["drawn", "argmax"])
-def test_sampled_batches_on_a_static_cache_hold_likely_tokens_alone(case, sampling):
-    base, drafter, gold, _ = case
-    drafter.draft_sampling = sampling
-    prompt = dict(input_ids=gold["input_ids"], attention_mask=gold["attention_mask"])
-    options = dict(max_new_tokens=24, do_sample=True, top_k=1, pad_token_id=0, cache_implementation="static")
-    drafted = base.generate(**prompt, **options, assistant_model=drafter)
-    assert drafted.equal(base.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=0))
-
-
 RECIPES = {"loss": {}, "loss_dflash": {"gamma": 7.0}, "loss_dpace": {"weights": "dpace"}}
 
 

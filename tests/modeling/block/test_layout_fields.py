@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.backbones import backbone
-from tests.modeling.block.test_decoding import drafter_of
 from tests.modeling.block.test_golden import DATA, close, contexts
 from tokenahead import BlockDrafter
 from tokenahead.modeling.common.stored_drafters import drafter_class, read_drafter
@@ -274,33 +272,6 @@ def test_ways_out_of_what_a_config_does_not_say(edited):
     drafter = BlockDrafter.from_pretrained(folder, block_size=5, sample_from_anchor=True)
     assert (drafter.block_size, drafter.num_drafts) == (5, 5)
     assert BlockDrafter.from_pretrained(folder, block_size=5, sample_from_anchor=False).num_drafts == 4
-
-
-@torch.no_grad()
-def test_interleaved_rope_of_every_map_is_turned(edited):
-    """Rows of neighbours of a drafter with biases, read as such, are those of halves."""
-    drafter = drafter_of(backbone("qwen3"), "independent", sample_from_anchor=False, attention_bias=True)
-    for key, tensor in drafter.state_dict().items():
-        if "self_attn" in key:
-            tensor.copy_(torch.randn_like(tensor))
-    folder = edited(DFLASH)
-    shutil.rmtree(folder)
-    drafter.export(folder, layout="z-lab")
-    wanted, size = read(folder), drafter.config.head_dim
-    order = torch.stack([torch.arange(size // 2), torch.arange(size // 2) + size // 2], 1).flatten()  # 0, D/2, 1, ...
-    state = load_file(folder / "model.safetensors")
-    turned = {
-        key: tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
-        if any(f"self_attn.{each}" in key for each in ("q_proj", "k_proj", "q_norm", "k_norm"))
-        else tensor
-        for key, tensor in state.items()
-    }
-    assert sum(not turned[key].equal(state[key]) for key in state) == 6 * drafter.config.num_hidden_layers
-    config = json.loads((folder / "config.json").read_text()) | {"rope_is_neox_style": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").unlink()
-    torch.save(turned, folder / "pytorch_model.bin")
-    check_same(read(folder), wanted)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ LAYER_NAMES = ("layer_past", "cache_params", *NAMES)
 Given = TypeVar("Given")
 
 
-def cache_of(outputs: Any) -> Any:
+def cache_of(outputs: object) -> Any:
     """Return the cache of a model's outputs; None where there is none."""
     return getattr(outputs, CACHE)
 

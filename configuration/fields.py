@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
-def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
+def field(config: PreTrainedConfig | None, *names: str, default: object = None) -> Any:
     """Return the first of some fields that a configuration has and that is not None; else `default`."""
     for name in names:
         if (value := getattr(config, name, None)) is not None:

@@ -132,7 +132,7 @@ def said(owner: object, raw: Fields, *fields: str, **meanings: Callable[[Any], A
 def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
     """Return the law of a kind of drafter, whose rows are so wide; tensors show where the config is silent."""
 
-    def found(name: str, shown: Any, *others: str) -> Any:
+    def found(name: str, shown: object, *others: str) -> Any:
         return settled(owner, name, said(owner, raw, name, *others), shown)
 
     if kind == "dflash2":

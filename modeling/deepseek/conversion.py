@@ -193,7 +193,7 @@ def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return untyped(MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[Any]:
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[object]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     kind, text = dict(family_of(config).block).get(name), config.get_text_config()
     of_layers = field(text, name)

@@ -2,19 +2,17 @@
 
 import json
 import shutil
-from functools import reduce
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.modeling.block.test_golden import DATA, close, contexts
+from tests.modeling.block.test_golden import DATA, SMALL
 from tokenahead import BlockDrafter
 from tokenahead.modeling.common.stored_drafters import drafter_class, read_drafter
 from tokenahead.training.evaluation.methods import named_method
 
-SMALL = ("modelopt_dspark", "modelopt_swa", "zlab_dspark_fill_in", "zlab_dflash_interleaved")
 DSPARK, WINDOWS, FILL_IN, PAIRS = SMALL
 DFLASH, SPECULATORS, DEEPSPEC = "zlab_llama", "speculators_dspark", "deepspec_dspark_gated"
 COPIED = {
@@ -29,28 +27,6 @@ COPIED = {
 }
 
 
-@pytest.fixture
-def edited(tmp_path):
-    """Copies a golden's drafter, with other fields by dotted paths, and without those whose value is `...`."""
-
-    def edit(name, fields=None, tensors=None):
-        folder = tmp_path / name
-        shutil.copytree(DATA / name, folder, dirs_exist_ok=True)
-        config = json.loads((folder / "config.json").read_text())
-        for path, value in (fields or {}).items():
-            *levels, last = path.split(".")
-            inner = reduce(lambda part, level: part.setdefault(level, {}), levels, config)
-            inner.pop(last, None) if value is ... else inner.update({last: value})
-        (folder / "config.json").write_text(json.dumps(config))
-        if tensors is not None:
-            state = load_file(folder / "model.safetensors")
-            torch.save(tensors(state), folder / "pytorch_model.bin")
-            (folder / "model.safetensors").unlink()
-        return folder
-
-    return edit
-
-
 def read(folder, **options):
     """Fields and tensors of a drafter."""
     drafter = BlockDrafter.from_pretrained(folder, **options)
@@ -61,26 +37,6 @@ def check_same(one, other):
     (fields, tensors), (others, expected) = one, other
     assert fields == others and tensors.keys() == expected.keys()
     assert all(tensors[key].equal(expected[key]) for key in tensors)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", SMALL)
-def test_rows_laws_and_drafts_are_those_of_the_golden(name):
-    base = AutoModelForCausalLM.from_pretrained(DATA / "qwen3_small", dtype=torch.float32).eval()
-    drafter = BlockDrafter.from_pretrained(DATA / name, dtype=torch.float32).eval().attach(base)
-    gold, meta = load_file(DATA / name / "golden.safetensors"), json.loads((DATA / name / "meta.json").read_text())
-    assert drafter.feature_layers == meta["feature_hidden_states"]
-    assert (drafter.block_size, drafter.num_drafts) == (meta["block_size"], meta["drafts_per_block"])
-    for b in (0, 1):
-        text, context = gold[f"text.{b}"], contexts(base, drafter, gold[f"text.{b}"])
-        for index, start in enumerate(gold[f"starts.{b}"].tolist()):
-            block, drafts = drafter.block(context[:, :start], text[start][None]), gold[f"drafts.{b}"][index]
-            close(block.hidden[0], gold[f"hidden.{b}"][index])
-            laws = block.distribution.conditional_log_probs(drafts[None])[0]
-            close(laws, gold[f"logits.{b}"][index].log_softmax(-1))
-            assert block.distribution.greedy()[0].equal(drafts)
-            if f"confidence.{b}" in gold:
-                close(drafter.confidence(block, drafts[None])[0], gold[f"confidence.{b}"][index])
 
 
 @pytest.mark.by_day("modelopt_swa", "zlab_dspark_fill_in")

@@ -4,9 +4,8 @@ A checkpoint holds module k as layer L + k of the main model. So the main model'
 and the few parts that a plain layer lacks, loads everything at once, with all that transformers knows about fused
 experts, quantised weights, shards, dtypes and devices. Afterwards the extra layers are taken out again (`split`).
 
-Before it, headers are checked for what transformers would load wrongly without a warning: modules that are missing or
-not announced, and quantised weights without scales. Float8 is dequantised here, since transformers takes the block size
-from the number of scales, which is wrong where the matrix ends within a block, and cannot save the model afterwards.
+Before it, headers are checked for what transformers would load wrongly without a warning. Float8 is dequantised here,
+since transformers refuses a matrix that ends within a block, and cannot save the model afterwards.
 """
 
 from __future__ import annotations

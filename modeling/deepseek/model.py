@@ -335,9 +335,7 @@ class DeepSeekMTP(
     @property
     def drafting_part(self) -> nn.Module:
         if not self.num_modules or has_towers(self.main.config):
-            own = (
-                f"a {type(self).__name__} of model_type={self.main.config.model_type!r} with {self.num_modules} modules"
-            )
+            own = f"model_type={self.main.config.model_type!r} with {self.num_modules} modules"
             raise ValueError(f"drafter: {own} does not learn online: it needs modules, and a main model of text alone")
         return self.mtp
 

@@ -86,6 +86,10 @@ def test_sampled_text_follows_the_backbone(name, rule, sampling):
     for row, prompt in enumerate(batch):
         expected = continuation_distribution(base, prompt[None], 2, **warped)
         assert continuation_p_value(out.sequences[row::2, 7:9], expected) > 0.001
+    firsts = {}  # drafts behind the same text
+    for row, drafts in enumerate(out.speculation.rows_drafts):
+        firsts.setdefault((row % 2, int(out.sequences[row, 7])), set()).add(tuple(drafts[0]))
+    assert all(len(found) == 1 for found in firsts.values()) == (sampling == "argmax")
 
 
 @pytest.mark.by_day("zlab_dflash2-static")

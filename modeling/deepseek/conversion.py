@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -192,7 +192,7 @@ def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return untyped(MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[object]:
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> Sequence[object]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     kind, text = dict(family_of(config).block).get(name), config.get_text_config()
     of_layers = field(text, name)

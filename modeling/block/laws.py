@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -301,7 +300,9 @@ class CircuitLaw(BlockLaw):
         later = logits[..., 1:, None, :] + self.state_leaves(states).to(logits.dtype)  # [..., m - 1, r, v]
         leaves = torch.cat([logits[..., :1, None, :].expand(*later.shape[:-3], 1, *later.shape[-2:]), later], -3)
         logits_of = {"leaf_logits": leaves, "root_logits": self.root(rows[..., 0, :])} | self._sum_logits(rows)
-        return cast(LatentDistribution, circuit_from_logits(self.kind, dtype=logits.dtype, **logits_of))
+        found = circuit_from_logits(self.kind, dtype=logits.dtype, **logits_of)
+        assert isinstance(found, LatentDistribution)
+        return found
 
     def _sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the logits [..., n, r, r] of the sums besides the root, by name, from rows [..., m, d]."""

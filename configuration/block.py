@@ -1,18 +1,123 @@
-"""Configuration of a block drafter: its body, which rows draft, and the law of a block's tokens. Imports no torch."""
+"""Configuration of a block drafter: its body, which rows draft, its law, and its loss. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
+import json
+from dataclasses import dataclass, field
+from math import exp
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
-from .block_losses import BlockLossOptions
 from .fields import check_values, refuse
+from .loss_options import DIVERGENCES, LOSSES, LossOptions
+
+TERMS = (*LOSSES, "labels", "argmax", "l1", "confidence", "selector")
+"""Of every place: a divergence, what block verification accepts, -log q of the text's token, -log q of the backbone's
+likeliest one, the sum of |p - q|; and of heads: the confidence's, and the selector's choice among its candidates."""
+READS_TEACHER = (*DIVERGENCES, "argmax", "l1", "confidence")
+"""Terms that read the backbone's distribution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRecipe:
+    """How a library trains block drafters."""
+
+    terms: dict[str, dict[str, float]] = field(default_factory=dict)  # their weights by method
+    names: dict[str, str] = field(default_factory=dict)  # its names of terms
+    anchors: str = "next"  # blocks begin where it and the next token are targets; "inside": it is one, but the last S
+    places: str = "own"  # count whose token is a target; of these those before any other ("whole"); or by "rows"
+    is_restricted: bool = False  # the backbone's distribution is that of drafted tokens alone
+    normaliser: str = "weights"  # terms are divided by the weights of places that count, or by their number
+    dpace: str = "places"  # the same of weights by D-PACE, or by the number of sequences (`"batch"`)
+    within: bool = True  # blocks end with their document
+
+
+_LABELS = {"dflash": {"labels": 1.0}, "dflash2": {"labels": 1.0}}
+RECIPES = {
+    "tokenahead": BlockRecipe(),
+    "z-lab": BlockRecipe(terms=_LABELS, names={"ce": "labels"}, dpace="batch"),
+    "deepspec": BlockRecipe(
+        terms=_LABELS | {"dspark": {"labels": 0.1, "l1": 0.9}}, names={"ce": "labels"}, places="whole"
+    ),
+    "speculators": BlockRecipe(
+        terms={"dflash": {"kl": 1.0}, "dspark": {"argmax": 0.1, "tv": 0.9}, "dflash2": {"kl": 1.0}},
+        names={"ce": "argmax", "kl_div": "kl"},
+        anchors="inside",
+        places="rows",
+        is_restricted=True,
+        normaliser="places",
+        within=False,
+    ),
+}
+
+
+@dataclass(kw_only=True)
+class BlockLossOptions(LossOptions):
+    """How the loss of a block drafter is computed.
+
+    Attributes:
+        divergence: Of the layout `"tokenahead"`, which has no other terms with these weights.
+        decay: Place k of a block weighs decay^k, k from 0 on; None: exp(-1 / gamma).
+        gamma: See `decay`.
+        weights: `"decay"`, or `"dpace"`: by the probability that the places before are accepted (D-PACE).
+        layout: Whose recipe: `"tokenahead"`, `"z-lab"` (SpecForge), `"deepspec"` or `"speculators"`.
+        method: `"dflash"`, `"dspark"` or `"dflash2"`; None: by the drafter's law.
+        terms: Weights of terms in the words of the layout, the name of one, or JSON; None: the recipe's. Those of the
+            heads that a drafter has are 1 where they are left out.
+        anchors: Blocks of every sequence; fewer where it has fewer places to begin.
+    """
+
+    divergence: str = "lk"
+    decay: float | None = None
+    gamma: float = 4.0
+    weights: str = "decay"
+    layout: str = "tokenahead"
+    method: str | None = None
+    terms: dict[str, float] | str | None = None
+    anchors: int = 512
+
+    _choices = LossOptions._choices | {
+        "weights": ("decay", "dpace"),
+        "layout": tuple(RECIPES),
+        "method": (None, "dflash", "dspark", "dflash2"),
+        "position_weighting": ("uniform",),
+    }
+    _ranges = LossOptions._ranges | {"gamma": "(0, inf)", "anchors": "[1, inf)"}
+
+    def check(self) -> None:
+        super().check()
+        self.weighted_terms("dspark")
+
+    def recipe(self, method: str) -> BlockRecipe:
+        """Return the layout's recipe of a method; SpecForge trains DSpark as DeepSpec does."""
+        is_dspark = self.layout == "z-lab" and (self.method or method) == "dspark"
+        return RECIPES["deepspec" if is_dspark else self.layout]
+
+    def weighted_terms(self, method: str) -> dict[str, float]:
+        """Return the weights of the terms of a method, by their names in `TERMS`."""
+        recipe, terms = self.recipe(method), self.terms
+        if isinstance(terms, str):
+            terms = json.loads(terms) if terms.startswith("{") else {terms: 1.0}
+        if terms is None and not recipe.terms:
+            share = self.label_weight if self.target == "teacher" else 1.0
+            found = {self.divergence: 1 - share, "labels": share}
+            return {name: weight for name, weight in found.items() if weight}
+        if terms is None:
+            return dict(recipe.terms[self.method or method])
+        found = {recipe.names.get(name, name): weight for name, weight in terms.items() if name != "gamma"}
+        if unknown := [name for name in found if name not in TERMS]:
+            known = ", ".join([*recipe.names, *TERMS])
+            raise ValueError(f"terms={self.terms!r} has {unknown[0]!r}, which is none; choose of {known}")
+        return found
+
+    def rate(self) -> float:
+        """Return by how much less every place counts than the one before it."""
+        return exp(-1 / self.gamma) if self.decay is None else self.decay
+
 
 LAYOUTS = ("tokenahead", "z-lab", "speculators", "deepspec")
 """Layouts of checkpoints that are written; assistants of transformers are read, too."""
-SAMPLING = ("drawn", "argmax")
-"""How drafts of sampled calls are chosen."""
 _CIRCUIT = ("rank", "leaf_rank", "markov_rank", "markov_kind", "reads_last")
 LAW_OPTIONS: dict[str, tuple[str, ...]] = {
     "independent": (),
@@ -65,18 +170,14 @@ class BlockDrafterConfig(Qwen3Config):
         layout: Layout of `save_pretrained`.
         base_model_name_or_path: Name of the backbone that the drafter was trained for, for information.
         base_model_type: The `model_type` of that backbone's text model; None: unknown.
-
-    Raises:
-        StrictDataclassError: A value out of range, or a wrong type.
     """
 
     model_type = "block_drafter"
     base_model_tp_plan = None
     base_model_pp_plan = None
     keys_to_ignore_at_inference = [
-        *("cache", "past_key_values", "hidden_states", "terms", "head_losses", "acceptances"),
+        *("cache", "past_key_values", "hidden_states", "terms", "head_losses", "acceptances")
     ]
-
     has_no_defaults_at_init = True
 
     num_hidden_layers: int = 5
@@ -124,7 +225,6 @@ class BlockDrafterConfig(Qwen3Config):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields; of the loss, the options that are not the defaults."""
         return super().to_dict() | {"loss_options": self.loss_options.changed()}
 
     @property
@@ -143,21 +243,18 @@ class BlockDrafterConfig(Qwen3Config):
         return self.draft_vocab_size != self.vocab_size
 
     def validate_architecture(self) -> None:
-        """Refuse contradictory values; the message names the field and the allowed values."""
         sizes: dict[str, str] = dict.fromkeys(("num_hidden_layers", "conv_kernel_size", "conv_group_size"), "[1, inf)")
-        choices = {"layout": LAYOUTS, "draft_sampling": SAMPLING, "law": LAW_OPTIONS}
+        choices = {"layout": LAYOUTS, "draft_sampling": ("drawn", "argmax"), "law": LAW_OPTIONS}
         check_values(self, choices, sizes | {"confidence_threshold": "[0, 1]"})
-        drafted, kinds = self.draft_vocab_size or 0, self.layer_types or []
+        drafted, kinds, law = self.draft_vocab_size or 0, self.layer_types or [], self.law
         unknown = sorted({*kinds} - {"full_attention", "sliding_attention"})
-        taken, layers = LAW_OPTIONS[self.law], self.feature_layers or []
-        others = [name for name in self.law_options or {} if name not in taken]
+        layers, others = self.feature_layers or [], sorted((self.law_options or {}).keys() - {*LAW_OPTIONS[law]})
+        rows = f"block_size={self.block_size} with sample_from_anchor={self.sample_from_anchor}"
+        window, width, group = self.sliding_window, self.hidden_size, self.conv_group_size
         refuse(
             [
-                (others, f"law={self.law!r} takes the law_options {', '.join(taken) or 'none'}, not {others}"),
-                (
-                    self.num_drafts < 1,
-                    f"block_size={self.block_size} with sample_from_anchor={self.sample_from_anchor} drafts nothing",
-                ),
+                (others, f"law={law!r} takes the law_options {', '.join(LAW_OPTIONS[law]) or 'none'}, not {others}"),
+                (self.num_drafts < 1, f"{rows} drafts nothing"),
                 (not layers or min(layers) < 0, f"feature_layers={layers} must name hidden states from 0 on"),
                 (
                     not min(1, self.vocab_size) <= drafted <= self.vocab_size,
@@ -166,16 +263,16 @@ class BlockDrafterConfig(Qwen3Config):
                 (self.mask_token_id < 0, f"mask_token_id={self.mask_token_id} must not be negative"),
                 (unknown, f"layer_types has {', '.join(unknown)}; layers are full_attention or sliding_attention"),
                 (
-                    "sliding_attention" in kinds and not self.sliding_window,
-                    f"sliding_window={self.sliding_window} must be positive for layers of sliding_attention",
+                    "sliding_attention" in kinds and not window,
+                    f"sliding_window={window} must be positive for layers of sliding_attention",
                 ),
                 (
                     self.has_draft_vocabulary and not self.own_unembedding,
                     f"draft_vocab_size={drafted} of {self.vocab_size} needs own_unembedding=True",
                 ),
                 (
-                    self.conv_kernel_size is not None and self.hidden_size % self.conv_group_size != 0,
-                    f"conv_group_size={self.conv_group_size} must divide hidden_size={self.hidden_size}",
+                    self.conv_kernel_size is not None and width % group != 0,
+                    f"conv_group_size={group} must divide hidden_size={width}",
                 ),
             ]
         )

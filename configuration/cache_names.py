@@ -1,8 +1,4 @@
-"""The name of a cache in transformers, which 5.24 changed from `past_key_values` to `cache`.
-
-Forwards, masks, outputs, and the keyword arguments of a call carry the cache under the name that is installed; users
-may pass it under either.
-"""
+"""The name of a cache in transformers, which 5.24 changed from `past_key_values` to `cache`; users may pass either."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ LAYER_NAMES = ("layer_past", "cache_params", *NAMES)
 Given = TypeVar("Given")
 
 
-def cache_of(outputs: Any) -> Any:
+def cache_of(outputs: object) -> Any:
     """Return the cache of a model's outputs; None where there is none."""
     return getattr(outputs, CACHE)
 
@@ -36,12 +32,10 @@ def given_cache(cache: Given | None, past_key_values: Given | None) -> Given | N
 def renamed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments with the cache under the installed name, whichever the user wrote."""
     others = {name: value for name, value in kwargs.items() if name not in NAMES}
-    if len(others) == len(kwargs):
-        return others
-    return others | {CACHE: given_cache(kwargs.get("cache"), kwargs.get("past_key_values"))}
+    given = {CACHE: given_cache(*map(kwargs.get, NAMES))}
+    return others if len(others) == len(kwargs) else others | given
 
 
 def name_of_cache(forward: Callable[..., Any]) -> str | None:
     """Return what a forward of a layer or a mixer calls the cache; None where it takes none."""
-    known = signature(forward).parameters
-    return next((name for name in LAYER_NAMES if name in known), None)
+    return next((name for name in LAYER_NAMES if name in signature(forward).parameters), None)

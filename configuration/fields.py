@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
-def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
+def field(config: PreTrainedConfig | None, *names: str, default: object = None) -> Any:
     """Return the first of some fields that a configuration has and that is not None; else `default`."""
     for name in names:
         if (value := getattr(config, name, None)) is not None:
@@ -19,17 +19,14 @@ def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> 
     return default
 
 
-_PADDING_ALONE, _ROTATED_ANEW = ("glm5_next_text",), ("qwen4_exp_text",)
-
-
 def masks_padding_alone(config: PreTrainedConfig) -> bool:
     """Return whether a model's masks are those of padding alone: its attention reads all earlier columns, in order."""
-    return config.get_text_config().model_type in _PADDING_ALONE
+    return config.get_text_config().model_type == "glm5_next_text"
 
 
 def rotates_anew(config: PreTrainedConfig) -> bool:
     """Return whether a model's layers take the rotary embedding of all columns of the cache, and not of new ones."""
-    return config.get_text_config().model_type in _ROTATED_ANEW
+    return config.get_text_config().model_type == "qwen4_exp_text"
 
 
 def chooses_blocks(config: PreTrainedConfig) -> bool:
@@ -42,21 +39,15 @@ def compresses_windows(config: PreTrainedConfig) -> bool:
     return any("compressed" in kind for kind in field(config.get_text_config(), "layer_types") or ())
 
 
-_CONVOLVED = ("inkling_text",)
-
-
 def has_short_convolutions(config: PreTrainedConfig) -> bool:
     """Return whether a model's layers also have short convolutions, and distances are those of columns."""
-    return config.get_text_config().model_type in _CONVOLVED
+    return config.get_text_config().model_type == "inkling_text"
 
 
 def check_options(
     options: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
 ) -> None:
-    """Refuse options that are no fields of a configuration, which would store a misspelt one without any effect.
-
-    `owner` is the method that takes them; it sets the fields in `without` itself.
-    """
+    """Refuse options of the method `owner` that are no fields of a configuration, or are among those `without`."""
     known = [name for name in get_annotations(config_class) if name not in set(without)]
     for name in options:
         if name not in known:
@@ -91,15 +82,11 @@ def refuse(refusals: Iterable[tuple[object, str]]) -> None:
 
 _COUNTS = re.compile(r"(\w+_)?(num|n)_(\w+_)?(layers?|blocks|slots|modules|pred_heads)|window|draft_layers")
 _SHARED = 256
-"""More layers, heads and slots than any model has: some share a tensor, and those of a backbone have none in its
-drafter."""
+"""More layers, heads and slots than any model has: some share a tensor, or have none in a drafter."""
 
 
 def check_counts(owner: object, fields: Mapping[str, Any], tensors: int) -> None:
-    """Refuse numbers of layers, heads, blocks and slots in a config.json that `tensors` tensors cannot hold.
-
-    That is before any of them is built.
-    """
+    """Refuse numbers of layers, heads, blocks and slots that `tensors` tensors cannot hold, before they are built."""
     for name, value in fields.items():
         if isinstance(value, dict):
             check_counts(owner, value, tensors)
@@ -117,9 +104,8 @@ def learned_positions(config: PreTrainedConfig | None) -> int | None:
 
 
 def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
-    """Return the rope type of a backbone whose frequencies depend on the sequence length, and up to which length not.
+    """Return the rope type of a backbone whose frequencies depend on a forward's longest position, and up to which not.
 
-    Two of transformers' types take them from the longest position of a forward: `"dynamic"` and `"longrope"` (Phi-3).
     None: positions have the same frequencies in every sequence.
     """
     rope = field(config, "rope_parameters") or {}

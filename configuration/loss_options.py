@@ -26,17 +26,14 @@ class LossOptions:
     """Options that all drafters share; those that differ from the defaults are saved in config.json.
 
     Attributes:
-        target: What a drafter learns: `"labels"`, or the distribution of the `"teacher"`, the backbone given the true
-            tokens. None: by `divergence` and the kind of the drafter.
+        target: What a drafter learns: `"labels"`, or the distribution of the `"teacher"`, the backbone. None: by
+            `divergence` and the kind of the drafter.
         divergence: Distance of the drafter's distribution from the teacher's: `"cross_entropy"` (the papers'),
             `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` and `"block"`
             (`modeling.common.teacher`).
         position_weighting: Of `"block"`: `"uniform"`, or by the `"expected_calls"` that a rejection costs.
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
         decay: Every depth counts by this factor less than the one before it: a draft ends with its first wrong token.
-
-    Raises:
-        ValueError: A value out of range.
     """
 
     target: str | None = "teacher"
@@ -57,12 +54,7 @@ class LossOptions:
         return values if isinstance(values, cls) else cls(**dict(values or {}))  # type: ignore[arg-type]
 
     def update(self, **changes: Any) -> None:
-        """Set some options, or none where one is refused.
-
-        Raises:
-            TypeError: An unknown option.
-            ValueError: A value out of range.
-        """
+        """Set some options, or none where one is refused."""
         vars(self).update(vars(replace(self, **changes)))
 
     def changed(self) -> dict[str, Any]:
@@ -100,7 +92,6 @@ class HeadLossOptions(LossOptions):
     _choices = LossOptions._choices | {"normalization": ("tokens", "paper"), "balance": ("none", "rms")}
 
     def check(self) -> None:
-        """Refuse values out of range, and options that contradict each other."""
         super().check()
         if self.decay is not None and self.weights is not None:
             raise ValueError(f"decay={self.decay} and weights={self.weights} both weigh the depths; choose one")

@@ -51,8 +51,7 @@ class MTPFamily:
     """Each module has a head of its own, `shared_head.output` after its norm, and passes on its state from before that
     norm; the first reads the main model's from before its final norm. Files may have `.transformer.` in these names."""
     own_embeddings: bool = False  # the module has embeddings of its own, `embed_tokens`
-    copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
-    """Tensors of the main model that official files repeat in every module."""
+    copies: tuple[str, ...] = ()  # tensors of the main model that official files repeat in every module
     block: tuple[tuple[str, str | float], ...] = ()
     """Per-layer fields of the configuration with their value for a module, where it is unlike the last layer; `SAME`:
     that of the main model's layer of the same index. A field `mtp_<name>` of the model's configuration overrides it."""
@@ -90,12 +89,7 @@ class MTPFamily:
         return 1 if any("{" not in theirs for theirs, _ in self.names) and not self.shares_norm else None
 
     def renames(self, num_layers: int, num_modules: int) -> dict[str, str]:
-        """Return patterns of names in files and their replacements, for `key_mapping` of transformers.
-
-        Args:
-            num_layers: L, layers of the main model.
-            num_modules: D.
-        """
+        """Return patterns of names in files and their replacements, for `key_mapping` of transformers."""
         pairs = self._pairs(num_layers, num_modules)
         if self.own_heads:
             layers = [f"layers.{num_layers + k}." for k in range(num_modules)]
@@ -126,57 +120,51 @@ class MTPFamily:
         return [(theirs, self.stem + ours.removeprefix("model")) for theirs, ours in pairs]
 
 
-def _names(layer: str = "", **parts: str) -> tuple[tuple[str, str], ...]:
-    """Return the `names` of a family: `parts` by their names here; those that begin with a dot are below `layer`."""
-    prefixes = {name: layer + theirs if theirs.startswith(".") else theirs for name, theirs in parts.items()}
-    pairs = [(f"{theirs}.", f"model.layers.{{layer}}.{name.replace('__', '.')}.") for name, theirs in prefixes.items()]
-    return (*pairs, (f"{layer}.", "model.layers.{layer}.")) if layer else tuple(pairs)
+def _names(layer: str, parts: str) -> tuple[tuple[str, str], ...]:
+    """Return the `names` of a family from pairs `ours=theirs`; theirs that begin with a dot are below its `layer`."""
+    named = [part.split("=") for part in parts.split()]
+    pairs = [(layer + theirs if theirs.startswith(".") else theirs, ours) for ours, theirs in named]
+    found = [(f"{theirs}.", f"model.layers.{{layer}}.{ours}.") for theirs, ours in pairs]
+    return (*found, (f"{layer}.", "model.layers.{layer}.")) if layer else tuple(found)
 
 
 _MTP_NAMES = _names(
     "mtp.layers.0",
-    eh_proj="mtp.fc",
-    enorm="mtp.pre_fc_norm_embedding",
-    hnorm="mtp.pre_fc_norm_hidden",
-    shared_head__norm="mtp.norm",
+    "eh_proj=mtp.fc enorm=mtp.pre_fc_norm_embedding hnorm=mtp.pre_fc_norm_hidden shared_head.norm=mtp.norm",
 )
-_FINAL_NORM = _names(shared_head__norm="model.layers.{layer}.final_layernorm")
+_FINAL_NORM = _names("", "shared_head.norm=model.layers.{layer}.final_layernorm")
 _FULL, _SLIDING = ("layer_types", "full_attention"), ("layer_types", "sliding_attention")
 _DENSE, _SPARSE = ("mlp_layer_types", "dense"), ("mlp_layer_types", "sparse")
-_DEEPSEEK = MTPFamily()
-_QWEN = MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,))
+_COPIES = "embed_tokens.weight", "shared_head.head.weight"
+_DEEPSEEK = MTPFamily(copies=_COPIES)
+_QWEN = MTPFamily(names=_MTP_NAMES, block=(_FULL,))
 _QWEN_3_5 = replace(_QWEN, count="mtp_num_hidden_layers")
 _INKLING = MTPFamily(
     names=_names(
         "model.mtp.layers.{index}.transformer_block",
-        eh_proj="model.mtp.layers.{index}.input_proj",
-        enorm="model.mtp.layers.{index}.embed_norm",
-        hnorm="model.mtp.layers.{index}.hidden_norm",
-        shared_head__norm="model.mtp.chain_norm",
+        "eh_proj=model.mtp.layers.{index}.input_proj enorm=model.mtp.layers.{index}.embed_norm "
+        "hnorm=model.mtp.layers.{index}.hidden_norm shared_head.norm=model.mtp.chain_norm",
     ),
     embedding_first=False,
     shares_norm=True,
     scales_nothing=True,
-    copies=(),
     has_twin=False,
     count="num_mtp_layers",
 )
-RETROFIT = MTPFamily(copies=(), retrofit=True)
+RETROFIT = MTPFamily(retrofit=True)
 """Families without official modules, which are not listed: `from_backbone` checks each model numerically."""
 FAMILIES: dict[str, MTPFamily] = {
-    "bailing_hybrid": MTPFamily(names=_FINAL_NORM, copies=(), block=(_FULL, _SPARSE)),
+    "bailing_hybrid": MTPFamily(names=_FINAL_NORM, block=(_FULL, _SPARSE)),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "deepseek_v4": MTPFamily(
+        copies=_COPIES,
         names=(
             ("mtp.{index}.hc_head_", "model.layers.{layer}.shared_head.mixer.hc_head.hc_"),
             *_names(
                 "mtp.{index}",
-                shared_head__mixer__out_norm=".norm",
-                shared_head__head=".head",
-                embed_tokens=".emb.tok_emb",
-                eh_proj__e_proj=".e_proj",
-                eh_proj__h_proj=".h_proj",
+                "shared_head.mixer.out_norm=.norm shared_head.head=.head embed_tokens=.emb.tok_emb "
+                "eh_proj.e_proj=.e_proj eh_proj.h_proj=.h_proj",
             ),
         ),
         block=(_SLIDING, ("mlp_layer_types", "moe")),
@@ -184,7 +172,7 @@ FAMILIES: dict[str, MTPFamily] = {
         has_twin=False,
     ),
     "dots3_note_text": MTPFamily(
-        names=_names(embed_tokens="model.mtp.embed_tokens"),
+        names=_names("", "embed_tokens=model.mtp.embed_tokens"),
         own_embeddings=True,
         copies=("shared_head.head.weight",),
         block=(_SLIDING, _DENSE),
@@ -193,91 +181,73 @@ FAMILIES: dict[str, MTPFamily] = {
     "ernie4_5_moe": MTPFamily(
         names=_names(
             "model.mtp_block.{index}",
-            enorm="model.mtp_emb_norm.{index}",
-            hnorm="model.mtp_hidden_norm.{index}",
-            eh_proj="model.mtp_linear_proj.{index}",
+            "enorm=model.mtp_emb_norm.{index} hnorm=model.mtp_hidden_norm.{index} "
+            "eh_proj=model.mtp_linear_proj.{index}",
         ),
         norm_before_head=False,
-        copies=(),
         has_twin=False,  # a dense layer, like the model's first ones only
     ),
-    "exaone4_5": MTPFamily(
-        names=_MTP_NAMES, copies=(), block=(("layer_types", SAME),), counts_outside=True, counts_columns=True
-    ),
-    "exaone_moe": MTPFamily(names=_MTP_NAMES, copies=(), block=(("layer_types", SAME), _DENSE), rotates=True),
+    "exaone4_5": MTPFamily(names=_MTP_NAMES, block=(("layer_types", SAME),), counts_outside=True, counts_columns=True),
+    "exaone_moe": MTPFamily(names=_MTP_NAMES, block=(("layer_types", SAME), _DENSE), rotates=True),
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
     "glm4v_moe_text": _DEEPSEEK,
     "glm_ocr_text": _DEEPSEEK,
     "glm5_next_text": MTPFamily(
+        copies=_COPIES,
         block=(("layer_types", "indexed_attention"), ("indexer_types", "full"), _SPARSE),
         one_stream=True,
         has_twin=False,
     ),
     "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),
-    "hy_v3": MTPFamily(names=_FINAL_NORM),
-    "hy_v4": MTPFamily(names=_FINAL_NORM, block=(("indexer_types", "full"), _SPARSE), one_stream=True, has_twin=False),
+    "hy_v3": MTPFamily(copies=_COPIES, names=_FINAL_NORM),
+    "hy_v4": MTPFamily(
+        copies=_COPIES, names=_FINAL_NORM, block=(("indexer_types", "full"), _SPARSE), one_stream=True, has_twin=False
+    ),
     "inkling_mm_model": _INKLING,
     "inkling_text": _INKLING,
     "longcat_flash": MTPFamily(
         names=_names(
             "model.mtp.layers.0",
-            enorm=".enorm.m",
-            hnorm=".hnorm.m",
-            mlp=".transformer_layer.mlp",
-            shared_head__norm="model.mtp.norm",
-            embed_tokens="model.mtp.embed_tokens",
+            "enorm=.enorm.m hnorm=.hnorm.m mlp=.transformer_layer.mlp shared_head.norm=model.mtp.norm "
+            "embed_tokens=model.mtp.embed_tokens",
         ),
         copies=("embed_tokens.weight",),
         body="latent",
         has_twin=False,
         layers="num_layers",
     ),
-    "mellum": MTPFamily(names=_MTP_NAMES, copies=(), block=(_SLIDING, _SPARSE)),
+    "mellum": MTPFamily(names=_MTP_NAMES, block=(_SLIDING, _SPARSE)),
     "mimo": MTPFamily(
         names=_names(
             "model.mtp_layers.{index}",
-            enorm=".token_layernorm",
-            hnorm=".hidden_layernorm",
-            eh_proj=".input_proj",
-            shared_head__norm=".final_layernorm",
+            "enorm=.token_layernorm hnorm=.hidden_layernorm eh_proj=.input_proj shared_head.norm=.final_layernorm",
         ),
         embedding_first=False,
-        copies=(),
     ),
     "mimo_v2_flash": MTPFamily(
         names=_names(
-            "model.mtp.layers.{index}",
-            shared_head__norm=".final_layernorm",
-            post_attention_layernorm=".pre_mlp_layernorm",
+            "model.mtp.layers.{index}", "shared_head.norm=.final_layernorm post_attention_layernorm=.pre_mlp_layernorm"
         ),
-        copies=(),
         block=(_SLIDING, _DENSE),
     ),
     "minimax_m3_vl_text": MTPFamily(
         names=_names(
             "model.mtp.layers.{index}.transformer_layer",
-            eh_proj="model.mtp.layers.{index}.eh_proj",
-            enorm="model.mtp.layers.{index}.enorm",
-            hnorm="model.mtp.layers.{index}.hnorm",
-            shared_head__norm="model.mtp.layers.{index}.final_layernorm",
+            "eh_proj=model.mtp.layers.{index}.eh_proj enorm=model.mtp.layers.{index}.enorm "
+            "hnorm=model.mtp.layers.{index}.hnorm shared_head.norm=model.mtp.layers.{index}.final_layernorm",
         ),
         unnormed=True,
-        copies=(),
         block=(("layer_types", "minimax_m3_sparse"), _SPARSE),
         count="num_mtp_modules",
         tower_prefix="language_model.",
     ),
     "nemotron_h": MTPFamily(
         names=_names(
-            enorm="mtp.layers.0.enorm",
-            hnorm="mtp.layers.0.hnorm",
-            eh_proj="mtp.layers.0.eh_proj",
-            shared_head__norm="mtp.layers.1.final_layernorm",
-            parts__0="mtp.layers.0",
-            parts__1="mtp.layers.1",
+            "",
+            "enorm=mtp.layers.0.enorm hnorm=mtp.layers.0.hnorm eh_proj=mtp.layers.0.eh_proj "
+            "shared_head.norm=mtp.layers.1.final_layernorm parts.0=mtp.layers.0 parts.1=mtp.layers.1",
         ),
-        copies=(),
         body="stack",
         has_twin=False,
     ),
@@ -287,19 +257,15 @@ FAMILIES: dict[str, MTPFamily] = {
     "qwen4_exp_text": MTPFamily(
         names=_names(
             "mtp.layers.0",
-            eh_proj__e_proj="mtp.fc_embedding",
-            eh_proj__h_proj="mtp.fc_hidden",
-            enorm="mtp.pre_fc_norm_embedding",
-            hnorm="mtp.pre_fc_norm_hidden",
-            shared_head__mixer="mtp.hyper_connection_mixer",
+            "eh_proj.e_proj=mtp.fc_embedding eh_proj.h_proj=mtp.fc_hidden enorm=mtp.pre_fc_norm_embedding "
+            "hnorm=mtp.pre_fc_norm_hidden shared_head.mixer=mtp.hyper_connection_mixer",
         ),
-        copies=(),
         block=(("layer_types", "indexed_attention"),),
         streams=True,
         has_twin=False,
         count="mtp_num_hidden_layers",
     ),
-    "step3p7": MTPFamily(own_heads=True, copies=(), block=(("swiglu_limits", 0.0), ("swiglu_limits_shared", 0.0))),
+    "step3p7": MTPFamily(own_heads=True, block=(("swiglu_limits", 0.0), ("swiglu_limits_shared", 0.0))),
     "kimi_linear": replace(RETROFIT, block=(_FULL,)),
 }
 """Families with official modules, or with modules unlike the model's last layer, by `model_type`."""
@@ -340,22 +306,16 @@ def family_of(config: PreTrainedConfig) -> MTPFamily:
 
 
 def dspark_block_size(raw: Raw) -> int | None:
-    """Return `dspark_block_size` of a config.json: its `mtp.*` are a DSpark drafter, not modules (DeepSeek-V4)."""
+    """Return `dspark_block_size` of a config.json, whose `mtp.*` are a DSpark drafter, not modules (DeepSeek-V4)."""
     parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
     return next((part[_DSPARK] for part in parts if part.get(_DSPARK) is not None), None)
 
 
 def refuse_dspark(owner: object, raw: Raw) -> None:
-    """Refuse a release whose `mtp.*` are a DSpark drafter, with layers of the model itself.
-
-    Raises:
-        ValueError: It is one.
-    """
+    """Refuse a release whose `mtp.*` are a DSpark drafter, with layers of the model itself."""
     if size := dspark_block_size(raw):
-        raise ValueError(
-            f"{owner} ships a DSpark drafter ({_DSPARK}={size}), not MTP modules, with layers of DeepSeek-V4, which "
-            "are not supported there: DeepSeekMTP.from_pretrained(..., inference_only=True) loads the model alone"
-        )
+        alone = "DeepSeekMTP.from_pretrained(..., inference_only=True) loads the model alone"
+        raise ValueError(f"{owner} ships a DSpark drafter ({_DSPARK}={size}), which is not supported: {alone}")
 
 
 _OF_MODULES = re.compile(r"(.*_)?(mtp|nextn|dspark)(_.*)?")
@@ -368,24 +328,13 @@ _KNOWN = names(
     "mtp mtp_config n_mtp_layers mtp_num_layers mtp_replicate_modules mtp_use_repeated_layer mtp_detach_heads "
     "mtp_loss_* use_mtp"
 )
-_FIELDS = FieldTable(
-    "modules",
-    {"": _READ, "text_config": _READ},
-    {"": _KNOWN, "text_config": _KNOWN},
-    {
-        "mtp_hidden_states_first": (True,),
-        "mtp_transformer_layers": (1,),
-        "mtp_disable_over_tokenizer": (True,),
-    },
-)
+_ONLY = {"mtp_hidden_states_first": (True,), "mtp_transformer_layers": (1,), "mtp_disable_over_tokenizer": (True,)}
+_LEVELS = "", "text_config"
+_FIELDS = FieldTable("modules", dict.fromkeys(_LEVELS, _READ), dict.fromkeys(_LEVELS, _KNOWN), _ONLY)
 
 
 def check_fields_of_modules(owner: object, raw: Raw, ignored: Sequence[str] = ()) -> None:
-    """Refuse a config.json with a field of modules that is not read; the model's own are transformers' business.
-
-    Raises:
-        ValueError: Such a field, or a DSpark drafter in place of modules.
-    """
+    """Refuse a config.json with a field of modules that is not read; the model's own are transformers' business."""
     refuse_dspark(owner, raw)
     text = raw.get("text_config")
     own, of_text = (
@@ -408,21 +357,14 @@ def count_modules(config: PreTrainedConfig) -> int:
 
 
 def set_modules(config: PreTrainedConfig, count: int) -> None:
-    """Write the number of modules to the family's field.
-
-    Raises:
-        ValueError: More modules than the family's names can distinguish.
-    """
+    """Write the number of modules to the family's field; refuse more than its names can distinguish."""
     family = family_of(config)
     if family.most_modules is not None and count > family.most_modules:
-        raise ValueError(
-            f"{family.count}={count}: files of {config.model_type} have names for {family.most_modules} module only, "
-            "which is reused for longer drafts (num_assistant_tokens)"
-        )
+        known = f"files of {config.model_type} have names for {family.most_modules} module only"
+        raise ValueError(f"{family.count}={count}: {known}, which is reused for longer drafts (num_assistant_tokens)")
     setattr(config if family.counts_outside else config.get_text_config(), family.count, count)
 
 
 def num_layers(config: PreTrainedConfig) -> int:
     """Return L, the number of decoder layers of the main model."""
-    family = family_of(config)
-    return int(field(config.get_text_config(), family.layers))
+    return int(field(config.get_text_config(), family_of(config).layers))

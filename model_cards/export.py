@@ -27,7 +27,7 @@ from ..generation.tensors.saving import whole_directory
 from ..generation.tensors.tensor_files import Fields, tensor_dtypes
 from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
-from ..modeling.deepseek.main_model import has_towers
+from ..modeling.deepseek.modules import has_towers
 from ..training.utils import replace_file
 from .vllm import OPTION
 

@@ -26,14 +26,10 @@ Inner = FactorisedDistribution | LatentDistribution
 
 
 class RowTables(ABC):
-    """Biases of the places of a block by the tokens before them and by the rows that predict them.
-
-    The first token that is read is b; place k, from 0 on, is the one behind k + 1 tokens.
-    """
+    """Biases of places of a block, k from 0 on, by the k + 1 tokens before them, b first, and by the rows there."""
 
     moves_states = False
-    size: int
-    """v."""
+    size: int  # v
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
@@ -41,10 +37,7 @@ class RowTables(ABC):
 
     @abstractmethod
     def bias(self, embedded: Tensor, place: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the biases [..., j, v] of places from `place` on, and the state after them, if there is any.
-
-        `embedded` [..., j, R] are the tokens just before them, `state` what the places before have left.
-        """
+        """Return biases [..., j, v] from `place` on, behind tokens `embedded` [..., j, R] and a state; and its next."""
 
     def move(self, embedded: Tensor) -> Tensor | None:
         """Return the biases [..., r, r] of the transitions after tokens [..., R]; None: they read nothing."""
@@ -137,32 +130,19 @@ class IndependentLaw(BlockLaw):
         return FactorisedDistribution(logits[..., None, :])  # [..., m, 1, v]
 
 
-def scattered(values: Tensor, columns: Tensor, size: int) -> Tensor:
-    """Return values [..., K] at their columns [..., K], and 0 elsewhere, [..., size]."""
-    shape = torch.broadcast_shapes(values.shape, columns.shape)
-    whole = values.new_zeros(*shape[:-1], size)
-    return whole.scatter(-1, columns.expand(shape), values.expand(shape))
-
-
-MARKOV_KINDS = ("vanilla", "gated", "rnn")
-
-
 class MarkovLaw(IndependentLaw):
     """Places that are independent given the token before each: base logits and biases W2 phi(e(y), h).
 
     y is the token before a place, h the row that drafts it. `"vanilla"`: phi = e. `"gated"`: e, gated by h and e.
     `"rnn"`: a gated recurrence over the tokens of the block. `rank` is R, the width of e.
-
-    Raises:
-        ValueError: Another kind.
     """
 
     module_name = "markov_head"
 
     def __init__(self, config: BlockDrafterConfig, rank: int = 256, kind: str = "vanilla") -> None:
         super().__init__(config)
-        if kind not in MARKOV_KINDS:
-            raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(MARKOV_KINDS)}")
+        if kind not in ("vanilla", "gated", "rnn"):
+            raise ValueError(f"kind={kind!r} is unknown; choose 'vanilla', 'gated' or 'rnn'")
         self.kind, self.width, size = kind, rank, config.hidden_size
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, self.num_columns, bias=False)
@@ -252,12 +232,7 @@ def joined(*parts: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def node_spans(window: int) -> list[tuple[int, int]]:
-    """Return the places below every node of a BTree but the root, in level order.
-
-    Example:
-        >>> node_spans(5)
-        [(0, 2), (2, 5), (3, 5)]
-    """
+    """Return the places below every node of a BTree but the root, in level order: of 5, (0, 2), (2, 5) and (3, 5)."""
     found, level = list[tuple[int, int]](), [(0, window)]
     while level:
         halves = [(low, low + (high - low) // 2, high) for low, high in level]
@@ -269,6 +244,9 @@ def node_spans(window: int) -> list[tuple[int, int]]:
 class CircuitLaw(BlockLaw):
     """A mixture over latent states of the places' laws.
 
+    `"cp"`: one state for all places; `"hmm"`: a chain, whose state the row of a place moves; `"btree"`: a balanced tree
+    of states, where the mean of the rows below a node decides its weights.
+
     Args:
         config: Of the drafter.
         rank: Number of states.
@@ -276,12 +254,7 @@ class CircuitLaw(BlockLaw):
         markov_rank: Rank of the bias of the token before a place; 0: none.
         markov_kind: `kind` of `MarkovLaw`.
         reads_last: Transitions read the last token; of an HMM with a Markov bias alone.
-
-    Raises:
-        ValueError: `reads_last` of another circuit, or without a Markov bias.
     """
-
-    kind = ""
 
     def __init__(
         self,
@@ -293,6 +266,7 @@ class CircuitLaw(BlockLaw):
         reads_last: bool = False,
     ) -> None:
         super().__init__(config)
+        self.kind, self.needs_window = config.law, config.law == "btree"
         if reads_last and not (self.kind == "hmm" and markov_rank):
             raise ValueError(f"reads_last=True needs law='hmm' and a markov_rank, not {self.kind!r} and {markov_rank}")
         self.rank, self.leaf_rank, self.width = rank, leaf_rank, markov_rank
@@ -325,55 +299,24 @@ class CircuitLaw(BlockLaw):
         states = self.state_maps(rows[..., 1:, :]).unflatten(-1, (self.rank, self.leaf_rank))  # [..., m - 1, r, R]
         later = logits[..., 1:, None, :] + self.state_leaves(states).to(logits.dtype)  # [..., m - 1, r, v]
         leaves = torch.cat([logits[..., :1, None, :].expand(*later.shape[:-3], 1, *later.shape[-2:]), later], -3)
-        found = circuit_from_logits(
-            self.kind,
-            leaf_logits=leaves,
-            root_logits=self.root(rows[..., 0, :]),
-            dtype=logits.dtype,
-            **self.sum_logits(rows),
-        )
+        logits_of = {"leaf_logits": leaves, "root_logits": self.root(rows[..., 0, :])} | self._sum_logits(rows)
+        found = circuit_from_logits(self.kind, dtype=logits.dtype, **logits_of)
         assert isinstance(found, LatentDistribution)
         return found
 
-    def sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the logits of the sums besides the root, by name, from rows [..., m, d]."""
-        return {}
-
-    def _sums(self, states: Tensor) -> Tensor:
-        assert self.sums is not None
-        return self.sums(states).unflatten(-1, (self.rank, self.rank))  # [..., n, r, r]
+    def _sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the logits [..., n, r, r] of the sums besides the root, by name, from rows [..., m, d]."""
+        spans = node_spans(rows.shape[-2]) if self.kind == "btree" else []
+        if self.sums is None or (self.kind == "btree" and not spans):
+            return {}
+        means = [rows[..., low:high, :].mean(-2) for low, high in spans]
+        states = torch.stack(means, -2) if spans else rows[..., 1:, :]
+        name = "node_logits" if spans else "trans_logits"
+        return {name: self.sums(states).unflatten(-1, (self.rank, self.rank))}
 
     def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables | None:
         head = self.markov_head
         return None if head is None else MarkovTables(head, rows, anchor, self.transitions)
-
-
-class CPLaw(CircuitLaw):
-    """One state for all places."""
-
-    kind = "cp"
-
-
-class HMMLaw(CircuitLaw):
-    """A chain of states; the row of a place moves its state."""
-
-    kind = "hmm"
-
-    def sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
-        return {"trans_logits": self._sums(rows[..., 1:, :])}
-
-
-class BTreeLaw(CircuitLaw):
-    """A balanced tree of states; the mean of the rows below a node decides its weights."""
-
-    kind, needs_window = "btree", True
-
-    def sum_logits(self, rows: Tensor) -> dict[str, Tensor]:
-        spans = node_spans(rows.shape[-2])
-        if not spans:
-            return {}
-        means = [rows[..., low:high, :].mean(-2) for low, high in spans]
-        return {"node_logits": self._sums(torch.stack(means, -2))}
 
 
 class SelectorLaw(BlockLaw):
@@ -409,9 +352,8 @@ class SelectorLaw(BlockLaw):
         return (self.successor_codebook[columns] @ weights[..., None])[..., 0]
 
     def inner(self, rows: Tensor, logits: Tensor) -> Inner:
-        kept = torch.full_like(logits, -torch.inf)
         candidates = self._candidates(logits)
-        kept = kept.scatter(-1, candidates, logits.gather(-1, candidates))
+        kept = torch.full_like(logits, -torch.inf).scatter(-1, candidates, logits.gather(-1, candidates))
         return FactorisedDistribution(kept[..., None, :])  # [..., m, 1, v]
 
     def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables:
@@ -446,15 +388,14 @@ class SelectorTables(RowTables):
     def bias(self, embedded: Tensor, place: int, state: Tensor | None) -> tuple[Tensor, None]:
         places = slice(place, place + embedded.shape[-2])
         columns = self.candidates[..., places, :]
-        scores = self.selector.scores(embedded, self.rows[..., places, :], columns)
-        return scattered(scores, columns, self.size), None
+        scores = self.selector.scores(embedded, self.rows[..., places, :], columns)  # [..., j, K]
+        columns = columns.expand(scores.shape)
+        return scores.new_zeros(*scores.shape[:-1], self.size).scatter(-1, columns, scores), None
 
 
 LAWS: dict[str, type[BlockLaw]] = {
     "independent": IndependentLaw,
     "markov": MarkovLaw,
     "selector": SelectorLaw,
-    "cp": CPLaw,
-    "hmm": HMMLaw,
-    "btree": BTreeLaw,
+    **dict.fromkeys(("cp", "hmm", "btree"), CircuitLaw),
 }

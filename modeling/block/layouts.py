@@ -60,13 +60,13 @@ class BlockLayout:
     renames: tuple[tuple[str, str], ...] = ()  # beginnings of tensors' names, theirs and ours
 
 
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "max_position_embeddings"),
+_SIZES = names(
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
+    "max_position_embeddings"
 )
-_BODY = (
-    *(*_SIZES, "hidden_act", "rms_norm_eps", "attention_bias", "layer_types", "sliding_window"),
-    *("initializer_range", "attention_dropout", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+_BODY = _SIZES | names(
+    "hidden_act rms_norm_eps attention_bias layer_types sliding_window initializer_range attention_dropout dtype "
+    "bos_token_id eos_token_id pad_token_id"
 )
 _OF_KIND = {
     "dflash": names(""),
@@ -93,11 +93,10 @@ def body_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
     values = {key: raw[key] for key in _BODY if raw.get(key) is not None}
     if raw.get("torch_dtype") is not None:
         values.setdefault("dtype", raw["torch_dtype"])
-    if missing := [key for key in ("hidden_size", "num_attention_heads") if key not in values]:
-        raise ValueError(f"{owner}: config.json has no {', '.join(missing)}")
-    for key in _SIZES:
-        if type(values.get(key, 1)) is not int or values.get(key, 1) < 1:
-            raise ValueError(f"{owner}: config.json has {key}={values[key]!r}, which is no size")
+    for key in ("hidden_size", "num_attention_heads", *_SIZES):
+        usual = None if key in ("hidden_size", "num_attention_heads") else 1
+        if type(size := values.get(key, usual)) is not int or size < 1:
+            raise ValueError(f"{owner}: config.json has {key}={size!r}, which is no size")
     values["rope_parameters"] = rope_of(owner, raw)
     rows = {each: shapes.get(f"layers.0.self_attn.{each}_proj.weight", (0,))[0] for each in "qk"}
     tables = ("embed_tokens.weight", "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook")
@@ -126,14 +125,14 @@ def both(*fields: str) -> list[str]:
 
 
 def said(owner: object, raw: Fields, *fields: str, **meanings: Callable[[Any], Any]) -> Any:
-    """Return what names of one thing say, at the top and in `dflash_config`; see `agreed`."""
+    """Return what names of one thing say, at the top and in `dflash_config` (`agreed`)."""
     return agreed(owner, raw, *both(*fields), meanings=meanings)
 
 
 def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
     """Return the law of a kind of drafter, whose rows are so wide; tensors show where the config is silent."""
 
-    def found(name: str, shown: Any, *others: str) -> Any:
+    def found(name: str, shown: object, *others: str) -> Any:
         return settled(owner, name, said(owner, raw, name, *others), shown)
 
     if kind == "dflash2":
@@ -178,18 +177,17 @@ def written_law(config: BlockDrafterConfig) -> Fields:
     }
 
 
-_SHAPE_DRAFTS = (
-    *("law", "sample_from_anchor", "block_size", "mask_token_id", "feature_layers", "target_hidden_size", *_SCALES),
-    *("draft_vocab_size", "mask_embedding", "causal", "layer_types", "conv_kernel_size", "has_confidence"),
-    *("rope_parameters", "rms_norm_eps", "hidden_act"),
-)
+_SHAPE_DRAFTS = names(
+    "law sample_from_anchor block_size mask_token_id feature_layers target_hidden_size draft_vocab_size mask_embedding "
+    "causal layer_types conv_kernel_size has_confidence rope_parameters rms_norm_eps hidden_act"
+).union(_SCALES)
 
 
 def refuse_lost(config: BlockDrafterConfig, layout: BlockLayout, fields: Fields, shapes: Shapes) -> None:
     """Refuse a layout whose reader would make another drafter of the config.json `fields` that is written."""
     read = layout.read(f"layout={layout.name!r}", fields, shapes)
     read.pop("is_interleaved", None)
-    held, shown = BlockDrafterConfig(**read), list(_SHAPE_DRAFTS)
+    held, shown = BlockDrafterConfig(**read), sorted(_SHAPE_DRAFTS)
     shown += ["sliding_window", "sliding_causal"] if "sliding_attention" in (config.layer_types or ()) else []
     if lost := [name for name in shown if getattr(held, name) != getattr(config, name)]:
         wanted, found = (", ".join(f"{name}={getattr(each, name)!r}" for name in lost) for each in (config, held))
@@ -199,9 +197,8 @@ def refuse_lost(config: BlockDrafterConfig, layout: BlockLayout, fields: Fields,
 def written_body(config: BlockDrafterConfig) -> Fields:
     """Return the fields of the layers, those of a Qwen3 config."""
     values = config.to_dict()
-    taken = (*_BODY, "rope_parameters", "max_window_layers", "use_sliding_window")
-    qwen3 = {"model_type": "qwen3", "tie_word_embeddings": False}
-    return {key: values[key] for key in taken if key in values} | qwen3
+    taken = sorted(_BODY | {"rope_parameters", "max_window_layers", "use_sliding_window"})
+    return {key: values[key] for key in taken if key in values} | {"model_type": "qwen3", "tie_word_embeddings": False}
 
 
 KINDS = {
@@ -220,14 +217,12 @@ _NAMES = {kind: name for name, kind in [*KINDS.items()][:3]}
 def kind_of(owner: object, raw: Fields) -> str:
     """Return the kind of drafter that a config.json names; refuse others."""
     projector, named = said(owner, raw, "projector_type"), architectures(raw)
-    kinds = {KINDS.get(name) for name in named}
+    kinds = {KINDS.get(name, "") for name in named}
     kinds = {"dspark"} if projector == "dspark" and kinds == {"dflash"} else kinds  # Model-Optimizer's
-    kind = next(iter(kinds), None)
-    if kind is None or len(kinds) > 1 or projector not in (None, kind):
-        raise ValueError(
-            f"{owner}: architectures={named} with projector_type={projector!r} is none of {', '.join(KINDS)}"
-        )
-    return kind
+    if len(kinds) != 1 or "" in kinds or projector not in (None, *kinds):
+        known = ", ".join(KINDS)
+        raise ValueError(f"{owner}: architectures={named} with projector_type={projector!r} is none of {known}")
+    return kinds.pop()
 
 
 def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
@@ -320,7 +315,8 @@ def _write_zlab(config: BlockDrafterConfig) -> Fields:
     return values | {"dflash_config": nested}
 
 
-def _table_of(kind: str) -> FieldTable:
+def _zlab_table(owner: object, raw: Fields) -> FieldTable:
+    kind = kind_of(owner, raw)
     own, others = _ZLAB | _OF_KIND[kind], {"markov_rank": (0,), "dspark_markov_rank": (0,)}
     read = {"": LAYERS | own, "dflash_config": own} | ROPE_LEVELS
     known: dict[str, Collection[str]] = {"": _TENSORS_DECIDE, "dflash_config": _TENSORS_DECIDE}
@@ -346,7 +342,7 @@ def _is_zlab(raw: Fields) -> bool:
 
 def _is_deepspec(raw: Fields) -> bool:
     named = architectures(raw)
-    return named == [_DEEPSPEC] or (not named and "target_layer_ids" in raw and "markov_rank" in raw)
+    return named == [_DEEPSPEC] or (not named and raw.keys() >= {"target_layer_ids", "markov_rank"})
 
 
 def _deepspec_table(owner: object, raw: Fields) -> FieldTable:
@@ -364,9 +360,9 @@ def _read_deepspec(owner: object, raw: Fields, shapes: Shapes) -> Fields:
 
 
 def _write_deepspec(config: BlockDrafterConfig) -> Fields:
-    silent = {"architectures": [_DEEPSPEC], "enable_confidence_head": False, "markov_rank": 0}
-    targets = {"num_target_layers": config.num_target_layers}
-    return written_body(config) | silent | targets | _rows(config) | written_law(config)
+    own = {"architectures": [_DEEPSPEC], "num_target_layers": config.num_target_layers}
+    silent = {"enable_confidence_head": False, "markov_rank": 0}
+    return written_body(config) | own | silent | _rows(config) | written_law(config)
 
 
 def _read_assistant(owner: object, raw: Fields, shapes: Shapes) -> Fields:
@@ -383,6 +379,10 @@ _SPECULATORS = names(
     f"block_size mask_token_id sample_from_anchor {_IDS} target_hidden_size draft_vocab_size sliding_window_non_causal"
 )
 _SPECULATORS_TABLES = {kind: speculators_table(_SPECULATORS | own) for kind, own in _OF_KIND.items()}
+
+
+def _is_speculators(raw: Fields) -> bool:
+    return raw.get("speculators_model_type") in _NAMES
 
 
 def _speculators_table(owner: object, raw: Fields) -> FieldTable:
@@ -430,31 +430,20 @@ def _write_speculators(config: BlockDrafterConfig) -> Fields:
     }
 
 
+_OF_ASSISTANTS = FieldTable(
+    "muse_glimmer_assistant", {"": LAYERS | names("block_size mask_token_id target_layer_ids")} | ROPE_LEVELS
+)
+_ENCODER = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
 LAYOUTS: tuple[BlockLayout, ...] = (
-    BlockLayout(
-        "speculators",
-        lambda raw: raw.get("speculators_model_type") in _NAMES,
-        _speculators_table,
-        _read_speculators,
-        _write_speculators,
-    ),
-    BlockLayout(
-        "z-lab",
-        _is_zlab,
-        lambda owner, raw: _table_of(kind_of(owner, raw)),
-        _read_zlab,
-        _write_zlab,
-        renames=_RENAMES,
-    ),
+    BlockLayout("speculators", _is_speculators, _speculators_table, _read_speculators, _write_speculators),
+    BlockLayout("z-lab", _is_zlab, _zlab_table, _read_zlab, _write_zlab, renames=_RENAMES),
     BlockLayout(
         "tokenahead",
         lambda raw: raw.get("model_type") == "muse_glimmer_assistant",
-        lambda owner, raw: FieldTable(
-            "muse_glimmer_assistant", {"": LAYERS | names("block_size mask_token_id target_layer_ids")} | ROPE_LEVELS
-        ),
+        lambda owner, raw: _OF_ASSISTANTS,
         _read_assistant,
         BlockDrafterConfig.to_dict,
-        renames=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+        renames=_ENCODER,
     ),
     BlockLayout("deepspec", _is_deepspec, _deepspec_table, _read_deepspec, _write_deepspec, True, _RENAMES),
 )
@@ -471,10 +460,7 @@ _TURNED = re.compile(r".*self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 
 
 def layout_of(raw: Fields) -> BlockLayout | None:
-    """Return the layout of a config.json; None where it is no block drafter of another library.
-
-    One whose architecture has no code here is refused.
-    """
+    """Return the layout of a config.json; None where it is no block drafter. One without code here is refused."""
     for name in [*architectures(raw), "XPressSpeculator" if raw.get("speculators_model_type") == "xpress" else ""]:
         if _LIKE_OURS.fullmatch(name) and name not in KINDS:
             raise ValueError(f"architectures={raw.get('architectures')}: there is no code for {name} here")
@@ -502,10 +488,10 @@ def foreign_drafter(
 ) -> tuple[BlockDrafterConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint of a `checked_layout` from another library.
 
-    `mask` is the embedding of the mask token that lies beside it (`mask_embedding.pt`), and its id; `overrides` are
-    those of `OVERRIDES`, in place of what the checkpoint says, where they are not None.
+    `mask` is what `mask_embedding.pt` beside it holds; `overrides` are those of `OVERRIDES`, where they are not None.
     """
-    state = {_own_name(key, layout): tensor for key, tensor in state.items()}
+    renames = (("model.", ""), ("logit_head.", ""), *layout.renames)
+    state = {with_prefixes(key, renames).replace("codebook.weight", "codebook"): state[key] for key in state}
     given = {key: value for key, value in overrides.items() if value is not None}
     values = layout.read(name, raw, {key: tuple(tensor.shape) for key, tensor in state.items()})
     check_overrides(name, values, given)
@@ -518,7 +504,9 @@ def foreign_drafter(
     width = values.get("target_hidden_size") or values["hidden_size"]
     check_columns(name, state["fc.weight"].shape[-1], values["feature_layers"], width, "feature_layers")
     if values.pop("is_interleaved", False):
-        state = {key: _of_halves(key, tensor, values["head_dim"]) for key, tensor in state.items()}
+        pairs = (-1, values["head_dim"] // 2, 2)  # of neighbours, which become pairs of halves
+        turned = {key: each.unflatten(0, pairs) for key, each in state.items() if _TURNED.fullmatch(key)}
+        state |= {key: each.transpose(1, 2).flatten(0, 2) for key, each in turned.items()}  # [H, 2, D / 2]
     if mask is not None:
         number, row = mask.get("mask_token_id"), mask["embedding"].reshape(-1)
         settled(name, "mask_token_id", values["mask_token_id"], None if number is None else int(number))
@@ -527,13 +515,6 @@ def foreign_drafter(
     config = BlockDrafterConfig(layout=layout.name, **values)
     check_offsets(name, state, config.draft_vocab_size or config.vocab_size, config.vocab_size)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
-
-
-def _of_halves(key: str, tensor: Tensor, head_dim: int) -> Tensor:
-    """Return a map to queries or keys whose rope turns pairs of neighbours as one that turns pairs of halves."""
-    if not _TURNED.fullmatch(key):
-        return tensor
-    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # [H, D / 2, 2] -> [H, 2, D / 2]
 
 
 def check_overrides(name: object, values: Fields, given: Fields) -> None:
@@ -547,11 +528,6 @@ def check_overrides(name: object, values: Fields, given: Fields) -> None:
         logger.warning_once(f"{name}: block_size={wanted} changes every draft: the drafter learned {size} rows")
 
 
-def _own_name(name: str, layout: BlockLayout) -> str:
-    name = with_prefixes(name, (("model.", ""), ("logit_head.", ""), *layout.renames))
-    return name.removesuffix(".weight") if name.endswith("codebook.weight") else name
-
-
 def written(
     config: BlockDrafterConfig, layout: str, state: dict[str, Tensor], tables: Mapping[str, Tensor]
 ) -> tuple[Fields, dict[str, Tensor]]:
@@ -559,10 +535,9 @@ def written(
 
     `tables` are embeddings and unembedding [V, d] of the backbone by their names here, if the drafter is attached.
     """
-    records = {each.name: each for each in LAYOUTS if each.name != "tokenahead"}
-    if layout not in records:
-        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(sorted(records))}")
-    record = records[layout]
+    record = next((each for each in LAYOUTS if each.name == layout != "tokenahead"), None)
+    if record is None:
+        raise ValueError(f"layout={layout!r} is unknown; choose 'deepspec', 'speculators' or 'z-lab'")
     fields, state = record.write(config), dict(state)
     refuse_lost(config, record, fields, {key: tuple(tensor.shape) for key, tensor in state.items()})
     for key in ("embed_tokens.weight", *["lm_head.weight"] * ("d2t" not in state)):

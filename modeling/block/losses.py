@@ -1,7 +1,6 @@
 """The blocks that are trained, and their loss: terms of every place given the text before it, for all recipes.
 
-Rows of blocks are computed once, with a graph; logits exist for some blocks at a time, whose gradients are made at once
-(`chunked_sums`). So memory does not grow with blocks times vocabulary.
+Logits exist for some blocks at a time (`chunked_sums`), so that memory does not grow with blocks times vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from ...configuration.block import BlockDrafterConfig
-from ...configuration.block_losses import READS_TEACHER, BlockLossOptions, BlockRecipe
-from ...generation.tensors.masks import model_mask
+from ...configuration.block import READS_TEACHER, BlockDrafterConfig, BlockLossOptions, BlockRecipe
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LossSegment, chunked_sums
 from ..common.learning import numbered
@@ -27,10 +24,9 @@ from ..common.outputs import BlockOutput
 from ..common.teacher import ACCEPTANCES, acceptance, accepted_along, divergence, logit_summaries, sequence_log_probs
 from ..heads.window_distribution import at_tokens, exact
 from .laws import SelectorLaw
-from .network import BlockNetwork, seen_rows, window_of
+from .network import Block, BlockNetwork, block_masks
 
-_LEAST_ROWS = 256
-"""Rows that run together, at least: they see columns of the context, and each other's for nothing."""
+_LEAST_ROWS = 256  # that run together: they see columns of the context, and each other's for nothing
 
 
 @dataclass
@@ -71,10 +67,7 @@ class BlockBatch:
         return replace(self, anchors=anchors, keep=keep.view_as(anchors))
 
     def may_begin(self, recipe: BlockRecipe, block_size: int) -> Tensor:
-        """Return the tokens behind which a recipe lets blocks begin, [B, L] bool; none does behind a document's first.
-
-        Nothing would stand before it, and where rows are joined it is no target.
-        """
+        """Return the tokens behind which a recipe lets blocks begin, [B, L] bool; none is a document's first."""
         same = self.documents[:, 1:] == self.documents[:, :-1]
         may = self.scored & nn.functional.pad(same, (1, 0))
         if recipe.anchors == "inside":
@@ -85,7 +78,7 @@ class BlockBatch:
     def drawn(self, recipe: BlockRecipe, block_size: int, count: int, is_fixed: bool) -> BlockBatch:
         """Return the same with up to `count` random blocks per sequence; `is_fixed` are the same in every call.
 
-        Blocks that count nowhere fill up sequences with fewer; an accelerator's host does not wait where they are long.
+        Blocks that count nowhere fill up sequences with fewer; the host waits for no accelerator with long sequences.
         """
         may = self.may_begin(recipe, block_size)
         generator = torch.Generator().manual_seed(0) if is_fixed else None
@@ -103,9 +96,8 @@ class BlockBatch:
 
     def counted(self, recipe: BlockRecipe, config: BlockDrafterConfig) -> Tensor:
         """Return which places count, [B, A, m] bool."""
-        size = config.num_drafts
-        columns = self.places(size)
-        ahead = self.anchors[..., None] + torch.arange(1, size + 1, device=self.ids.device)
+        columns = self.places(config.num_drafts)
+        ahead = self.anchors[..., None] + torch.arange(1, config.num_drafts + 1, device=self.ids.device)
         inside = ahead < self.ends[..., None]
         read = (columns - int(config.sample_from_anchor and recipe.places == "rows")).clamp(min=0)
         found = inside & taken(self.scored, read)
@@ -126,7 +118,7 @@ def block_rows(
     """Return the rows of all blocks of a batch, [B, A, S, d], from the context [B, L, d].
 
     With `from_anchor`, windows of the context are measured from the anchor, not from each row; with `recomputes`, rows
-    are computed again in backward, and hold no memory until then.
+    are computed again in backward.
     """
     source, size = DynamicCache(), network.config.block_size
     network.extend(context, batch.positions, source, network.joint_projection())
@@ -139,7 +131,11 @@ def block_rows(
         embedded = network.embed_rows(taken(part.ids, anchors)).flatten(1, 2)  # [B, a S, d]
         ahead = torch.arange(size, device=anchors.device)
         positions = (taken(part.positions, anchors)[..., None] + ahead).flatten(1)  # [B, a S]
-        masks = _masks(network.config, part, positions, embedded.dtype, from_anchor)
+        before = torch.arange(context.shape[1], device=anchors.device) < anchors[..., None]
+        before &= part.documents[:, None] == taken(part.documents, anchors)[..., None]  # [B, a, L]
+        starts = taken(part.positions, anchors).repeat_interleave(size, 1) - 1 if from_anchor else positions
+        distance = starts[..., None] - part.positions[:, None]  # [B, a S, L]
+        masks = block_masks(network.config, before, distance, embedded.dtype)
         run = partial(_run, network, positions, masks)
         rows = checkpoint(run, embedded, *columns, use_reentrant=False) if recomputes else run(embedded, *columns)
         found.append(cast(Tensor, rows).unflatten(1, (-1, size)))
@@ -150,41 +146,16 @@ def _run(
     network: BlockNetwork, positions: Tensor, masks: dict[str, Tensor | None], embedded: Tensor, *columns: Tensor
 ) -> Tensor:
     """Run rows behind the keys and values of a context, layer by layer."""
-    cache = DynamicCache()
-    for index in range(len(columns) // 2):
-        cache.update(columns[2 * index], columns[2 * index + 1], index)
+    cache = DynamicCache(zip(columns[::2], columns[1::2]))
     return network.rows(embedded, positions, masks, cache)
 
 
-def _masks(
-    config: BlockDrafterConfig, batch: BlockBatch, positions: Tensor, dtype: torch.dtype, from_anchor: bool
-) -> dict[str, Tensor | None]:
-    """Return what rows at positions [B, R] of blocks next to each other see, by kind of layer: [B, 1, R, L + R]."""
-    anchors, size, device = batch.anchors, config.block_size, positions.device
-    columns = torch.arange(batch.ids.shape[1], device=device)
-    before = columns < anchors[..., None]
-    before &= batch.documents[:, None] == taken(batch.documents, anchors)[..., None]  # [B, a, L]
-    before, masks = before.repeat_interleave(size, 1), dict[str, Tensor | None]()  # [B, R, L]
-    same = torch.eye(anchors.shape[1], dtype=torch.bool, device=device)
-    for kind in dict.fromkeys(config.layer_types or ()):
-        window, seen = window_of(config, kind), before
-        if window is not None:
-            start = taken(batch.positions, anchors).repeat_interleave(size, 1) - 1 if from_anchor else positions
-            seen = seen & (start[..., None] - batch.positions[:, None] < window)
-        within = torch.kron(same, seen_rows(config, kind, device))  # [R, R]
-        masks[kind] = model_mask(torch.cat([seen, within.expand(len(seen), -1, -1)], -1), config, dtype)
-    return masks
-
-
-_DPACE = 0.5
-"""Share of certainty in the acceptance that D-PACE assumes."""
-METHODS = {"independent": "dflash", "selector": "dflash2"}
-"""Methods by law; those of all others is "dspark"."""
+_DPACE = 0.5  # share of certainty in the acceptance that D-PACE assumes
 
 
 def method_of(law: str) -> str:
     """Return the method whose recipe a law has where none is named."""
-    return METHODS.get(law, "dspark")
+    return {"independent": "dflash", "selector": "dflash2"}.get(law, "dspark")
 
 
 def place_weights(options: BlockLossOptions, recipe: BlockRecipe, counts: Tensor, batch: Tensor | int) -> Tensor:
@@ -284,13 +255,11 @@ class BlockTerms:
 
     def __call__(self, flat: Tensor, tokens: Tensor, counted: Tensor, columns: Tensor) -> Tensor:
         network, config = self.network, self.network.config
-        hidden = flat.unflatten(-1, (config.block_size, -1))  # [N, S, d]
-        rows = hidden[:, config.first_row :]  # [N, m, d]
-        anchor = hidden[:, 0] if config.first_row else None
-        logits, vocabulary, law = network.draft_logits(rows), network.draft_vocabulary, network.joint_law
+        block = Block(network, flat.unflatten(-1, (config.block_size, -1)), tokens[:, 0])  # of hidden [N, S, d]
+        rows, logits, joint = block.rows, block.columns, block.law  # [N, m, d], [N, m, v]
+        vocabulary, law = network.draft_vocabulary, network.joint_law
         before, text = tokens[:, :-1], tokens[:, 1:]
         codes = text if vocabulary is None else vocabulary.codes(text)
-        joint = law.distribution(rows, logits, tokens[:, 0], anchor, vocabulary)
         is_base = isinstance(law, SelectorLaw)  # whose base logits learn, and then its choice
         log_q = logits.log_softmax(-1) if is_base else joint.conditional_log_probs(codes)  # [N, m, v]
         log_p = self.log_probs(columns).to(log_q.dtype) if self.reads_all else log_q

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...configuration.block import BlockDrafterConfig
-from ...configuration.block_losses import BlockLossOptions, BlockRecipe
+from ...configuration.block import BlockDrafterConfig, BlockLossOptions, BlockRecipe
 from ...configuration.fields import field
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
@@ -33,10 +32,7 @@ from ..common.outputs import BlockOutput, DraftDistributions
 from ..heads.losses import IGNORE, check_targets, unshifted
 from .layouts import OVERRIDES, check_overrides, checked_layout, default_ids, foreign_drafter, written
 from .losses import BlockBatch, block_loss, block_rows, method_of, place_weights
-from .network import BlockNetwork
-from .session import BlockSession
-
-_MASK_FILE = "mask_embedding.pt"
+from .network import Block, BlockNetwork, BlockSession
 
 
 class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
@@ -54,10 +50,8 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
 
     remote_classes = {"AutoModel": "BlockDrafter"}
     loss_unit = "place"
-    counts_sequences = True
-    """Every sequence has its number of blocks, so that trainers do not join rows."""
-    recomputes = False
-    """Whether training computes rows of blocks again in backward (activation checkpointing)."""
+    counts_sequences = True  # every sequence has its number of blocks, so that trainers do not join rows
+    recomputes = False  # training computes rows of blocks again in backward (activation checkpointing)
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__(config)
@@ -75,7 +69,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
 
     @property
     def learned_without_thinking(self) -> bool:
-        """Whether its authors trained it on answers without thinking, as all of the other layouts' did."""
+        """Whether its authors trained it on answers without thinking, as those of other layouts did."""
         return self.config.layout != "tokenahead"
 
     @property
@@ -127,19 +121,15 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
             sample_from_anchor: Whether the first row drafts, see `BlockDrafterConfig`.
             draft_ids: [Vd] distinct token ids that are drafted, usually the most frequent tokens of outputs; None: all.
             **options: Further fields of `BlockDrafterConfig`; sizes and rope default to the backbone's.
-
-        Raises:
-            ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
-            StrictDataclassError: An unknown law, an option that it does not take, or a value out of range.
         """
         backbone = unwrap(backbone)
         options |= {"law": law, "num_hidden_layers": layers, "block_size": block_size}
+        options["sample_from_anchor"] = sample_from_anchor
         if draft_ids is not None:
             draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
             options["draft_vocab_size"] = len(draft_ids)
         if options.get("draft_vocab_size") is not None:
             options["own_unembedding"] = True
-        options["sample_from_anchor"] = sample_from_anchor
         own = partial(_fields_of, backbone, layers)
         drafter = cls(new_config(BlockDrafterConfig, "BlockDrafter", backbone, options, own))
         return drafter._begun(backbone, draft_ids)
@@ -155,15 +145,12 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
         super().check_backbone(backbone)
         if max(self.feature_layers) >= text.num_hidden_layers:
-            raise ValueError(
-                f"feature_layers={self.feature_layers}: before its final norm {kind} has hidden states "
-                f"0..{text.num_hidden_layers - 1}, and drafters read no other"
-            )
-        rows = text.vocab_size if self.config.own_embeddings else len(input_embeddings(backbone).weight)
-        if self.config.mask_token_id >= rows and not self.config.mask_embedding:
-            raise ValueError(
-                f"mask_token_id={self.config.mask_token_id}, but the embeddings of {kind} have rows 0..{rows - 1}"
-            )
+            known = f"{kind} has hidden states 0..{text.num_hidden_layers - 1} before its final norm"
+            raise ValueError(f"feature_layers={self.feature_layers}: {known}, and drafters read no other")
+        rows, mask = text.vocab_size, self.config.mask_token_id
+        rows = rows if self.config.own_embeddings else len(input_embeddings(backbone).weight)
+        if mask >= rows and not self.config.mask_embedding:
+            raise ValueError(f"mask_token_id={mask}, but the embeddings of {kind} have rows 0..{rows - 1}")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         if not self.config.vocab_size:
@@ -172,7 +159,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         super().on_attach(backbone)
 
     def longest_draft(self) -> int:
-        """Return m."""
         return self.num_drafts
 
     @property
@@ -192,7 +178,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         return DrafterFacts("block", config.num_drafts + 1, rows, ("chen2026dflash",))
 
     def start(self, options: DraftOptions) -> BlockSession:
-        """Return the draft session of one call of `generate`."""
         return BlockSession(self, options)
 
     @classmethod
@@ -207,8 +192,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         ignore_fields: Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
-        """Load a directory or a Hub repository in our layout, z-lab's, SpecForge's, DeepSpec's, speculators' or that of
-        transformers' DFlash assistants; code in it is never run.
+        """Load a directory or a Hub repository in any layout that this library reads; code in it is never run.
 
         Args:
             pretrained_model_name_or_path: Directory or repository of the drafter.
@@ -217,9 +201,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
             block_size: Fewer rows than the drafter learned, or their number where the checkpoint does not say it.
             ignore_fields: Fields of a config.json of another library that are passed over; unknown ones are refused.
             **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
-
-        Raises:
-            ValueError: No block drafter, missing or unknown tensors and fields, wrong shapes, ambiguous rows or states.
         """
         fields: Fields = dict(zip(OVERRIDES, (feature_layers, sample_from_anchor, block_size)))
         return cls.load_stored(pretrained_model_name_or_path, fields, kwargs | {"ignore_fields": ignore_fields})
@@ -243,11 +224,10 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         if engine != "vllm":
             raise ValueError(f"engine={engine!r} has no code for a BlockDrafter; choose 'vllm'")
         self.export(folder, layout="speculators")
-        method = {"independent": "dflash", "selector": "dflash2"}.get(self.law, "dspark")
-        return {"method": method, "num_speculative_tokens": self.num_drafts}
+        return {"method": method_of(self.law), "num_speculative_tokens": self.num_drafts}
 
     def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
-        tables: dict[str, Tensor] = {}
+        tables = dict[str, Tensor]()
         if self.is_attached:
             tables["embed_tokens.weight"] = input_embeddings(self.backbone).weight.detach()
             tables["lm_head.weight"] = weight_of(output_embeddings(self.backbone), self.fc.weight)
@@ -255,7 +235,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         return fields | {"dtype": str(self.dtype).removeprefix("torch.")}, tensors
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
-        """Compute rows again in backward; layers alone would do it without the context in their cache."""
+        """Compute rows again in backward, with the context in their cache, which layers alone would not have."""
         self.recomputes = enable
 
     @property
@@ -264,13 +244,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         return [*dict.fromkeys(self.feature_layers), -1]
 
     @property
-    def hidden_layers(self) -> list[int]:
-        """Hidden states of the backbone that drafting reads."""
-        return self.feature_layers
-
-    @property
     def num_losses(self) -> int:
-        """m, places of a block."""
         return self.config.num_drafts
 
     @property
@@ -284,20 +258,16 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         position_ids: Tensor | None = None,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the number of places that count, [m] int64, as it is expected of random blocks.
-
-        Arguments are those of `forward`.
-        """
+        """Return the number of places that count, [m] int64, as it is expected of random blocks; see `forward`."""
         labels = cast(Tensor, unshifted(labels, shift_labels))
         batch, options = BlockBatch.of(labels, labels != IGNORE, attention_mask, position_ids), self.loss_options
-        may = batch.may_begin(self._recipe, self.config.block_size)  # [B, L]
+        may = batch.may_begin(self._recipe, self.block_size)  # [B, L]
         every = batch.at(batch.anchors, may).counted(self._recipe, self.config)  # [B, L, m]
         number = may.sum(1)
         share = number.clamp(max=options.anchors) / number.clamp(min=1)  # [B]
         return (every.sum(1) * share[:, None]).sum(0).round().long()
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return the loss of data from sums per place, [m] each."""
         return (sums * place_weights(self.loss_options, self._recipe, counts.to(sums), 1)).sum()
 
     def learn(
@@ -321,9 +291,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         Targets are `labels` or `shift_labels` that are not -100, or where `loss_mask` [B, L] is not 0. Blocks begin
         behind `anchors` [B, A] (or [A], of all sequences side by side) that `keep` does not leave out; None: behind
         random ones, in evaluation the same in every call. `counts` [m] are the places of all micro-batches.
-
-        Raises:
-            ValueError: Labels and a `loss_mask` that differ.
         """
         labels = unshifted(labels, shift_labels)
         if labels is None and loss_mask is None:
@@ -340,7 +307,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
             summaries = None if summaries is None else summaries.flatten(0, 1)[None]
             anchors = anchors[None]
         if anchors is None:
-            batch = batch.drawn(self._recipe, self.config.block_size, options.anchors, not self.training)
+            batch = batch.drawn(self._recipe, self.block_size, options.anchors, not self.training)
         else:
             batch = batch.at(anchors, keep)
         recomputes = self.recomputes and self.training
@@ -350,11 +317,9 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         return output
 
     def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
-        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
         states = run_backbone(self.backbone, ids, mask, positions, self.learning_layers).hidden_states
         whole, context = BlockBatch.of(ids, torch.ones_like(ids, dtype=torch.bool), mask, positions), self.fuse(states)
-        first, vocabulary = self.config.first_row, self.draft_vocabulary
 
         def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
             # blocks of a sequence next to each other, as many as the sequence with most has
@@ -362,13 +327,9 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
             place = order.gather(0, rows[None])[0] - 1  # [N]
             anchors = rows.new_zeros(len(ids), int(order.max())).index_put((rows, place), columns + 1)
             hidden = block_rows(self, context, whole.at(anchors.clamp(max=ids.shape[1] - 1)))[rows, place]  # [N, S, d]
-            drafting, anchor = hidden[:, first:], hidden[:, 0] if first else None
-            last, drafts = tokens[:, 0], tokens[:, 1:]
-            drafts = nn.functional.pad(drafts, (0, self.config.num_drafts - drafts.shape[1]))
-            codes = drafts if vocabulary is None else vocabulary.codes(drafts)
-            law = self.joint_law.distribution(drafting, self.draft_logits(drafting), last, anchor, vocabulary)
-            found = law.conditional_log_probs(codes)[:, :length].float()  # [N, length, v]
-            return found if vocabulary is None else vocabulary.spread(found, -torch.inf)
+            drafts = nn.functional.pad(tokens[:, 1:], (0, self.num_drafts + 1 - tokens.shape[1]))  # [N, m]
+            law = Block(self, hidden, tokens[:, 0]).distribution
+            return law.conditional_log_probs(drafts)[:, :length].float()  # [N, length, V]
 
         return DraftDistributions(draft, BackboneParts(self.backbone).unembed, states[-1])
 
@@ -387,7 +348,7 @@ def _fields_of(backbone: PreTrainedModel, layers: int, text: PreTrainedConfig) -
 
 def _mask_embedding(name: str | PathLike, hub: Fields) -> Fields | None:
     """Return the embedding of the mask token that lies beside the weights, and its id where it is stated."""
-    file = optional_file(name, _MASK_FILE, hub)
+    file = optional_file(name, "mask_embedding.pt", hub)
     if file is None:
         return None
     with naming(file):

@@ -1,16 +1,22 @@
-"""The network of a block drafter: one forward fills in a whole block behind the features of the verified tokens.
+"""The network of a block drafter, and its drafts: one forward fills in a block behind features of verified tokens.
 
     context     c_0 .. c_{n-1}       one vector per verified token, of several hidden states of the backbone
     rows        b  m  m  m           the newest token and mask tokens, at positions n, n + 1, ...
 
 Keys and values of every layer are those of the context and of the rows; the context goes through each layer's own
 projections, all of them in one product, and is never changed by a layer. Between blocks only its keys and values are
-kept.
+kept, column t of the drafter's cache those of token t; a block lies behind them, and the next cycle overwrites it:
+
+    cache      ... x y  b  m  m  m       b: the token that verification added; its state does not exist yet
+    drafts                d1 d2 d3       (of a block whose first row drafts, d1 comes from b's row)
+    verified   ... x y  b  d1            states of b and d1, which the backbone has read, become context
+    next       ... x y  b  d1 z  m ...   z is added
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -26,11 +32,26 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.cache_names import CACHE
-from ...generation.contract import DraftTree, taken
-from ...generation.tensors.masks import cached_arange, check_attention, model_mask
+from ...generation.backbone.cache import drafter_layout, of_accepted
+from ...generation.call.options import DraftOptions
+from ...generation.call.sequences import Sequences
+from ...generation.contract import (
+    CacheView,
+    DraftTree,
+    HiddenLayers,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    each_state,
+    taken,
+)
+from ...generation.tensors.masks import cached_arange, check_attention, model_mask, to_device
 from ...generation.tensors.wrapped_models import untyped
+from ...generation.trees.building import of_real
+from ...generation.trees.growth import grow
 from ..common.backbone_parts import dtype_of, frozen, output_embeddings
 from ..common.learning import DraftModel, States
+from ..heads.attached import HeadSession, WindowGrowth
 from ..heads.window_distribution import PartialDistribution, WindowDistribution, exact
 from .laws import LAWS, BlockLaw, ConfidenceHead
 
@@ -55,26 +76,20 @@ def sees_all(config: BlockDrafterConfig) -> bool:
 
 
 def block_masks(
-    config: BlockDrafterConfig, width: int, real: Tensor | None, rows: Tensor, dtype: torch.dtype
+    config: BlockDrafterConfig, context: Tensor, distance: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor | None]:
-    """Return the masks of one block of rows [B, S, d] behind a context of C columns, by kind of layer.
+    """Return what rows of A blocks next to each other see, by kind of layer: [B, 1, A S, L + A S].
 
-    `real` [B, C] bool are those that are no padding; None: all.
+    `context` [B, A, L] bool are the columns that stand before a block, `distance` [B, A S, L] is how far each is from a
+    row.
     """
-    kinds = [*dict.fromkeys(config.layer_types or ())]
-    if real is None and sees_all(config):
-        return dict.fromkeys(kinds)
-    batch, size, device = len(rows), config.block_size, rows.device
-    column = cached_arange(width, device) if real is None else real.to(device).long().cumsum(1) - 1  # [C] or [B, C]
-    ends = column.new_tensor(width).expand(batch) if real is None else column[:, -1] + 1  # [B]
-    masks: dict[str, Tensor | None] = {}
-    for kind in kinds:
-        window = window_of(config, kind) or width + size + 1
-        ahead = ends[:, None, None] + cached_arange(size, device)[:, None] - column.expand(batch, -1)[:, None]
-        before = ahead < window  # [B, S, C]
-        before = before if real is None else before & real.to(device)[:, None]
-        within = seen_rows(config, kind, device).expand(batch, -1, -1)  # [B, S, S]
-        masks[kind] = model_mask(torch.cat([before, within], -1), config, dtype)
+    before, same = context.repeat_interleave(config.block_size, 1), torch.eye(context.shape[1], device=context.device)
+    masks = dict[str, Tensor | None]()
+    for kind in dict.fromkeys(config.layer_types or ()):
+        window = window_of(config, kind)
+        seen = before if window is None else before & (distance < window)
+        within = torch.kron(same.bool(), seen_rows(config, kind, context.device))  # [A S, A S]
+        masks[kind] = model_mask(torch.cat([seen, within.expand(len(seen), -1, -1)], -1), config, dtype)
     return masks
 
 
@@ -131,8 +146,7 @@ class BlockConvolution(nn.Module):
         return (windows.transpose(-1, -2) * kernels).sum(-2)
 
 
-_PIECE = 4096
-"""Tokens whose states stand side by side at once."""
+_PIECE = 4096  # tokens whose states stand side by side at once
 
 
 class JointProjection(NamedTuple):
@@ -165,19 +179,20 @@ class Block:
         return self.columns if part is None else part.spread(self.columns, -torch.inf)
 
     @cached_property
+    def law(self) -> WindowDistribution:
+        """The distribution of the m tokens after b, over their columns."""
+        last, part = self.last.to(self.rows.device), self.network.draft_vocabulary
+        return self.network.joint_law.distribution(self.rows, self.columns, last, self.anchor, part)
+
+    @cached_property
     def distribution(self) -> WindowDistribution:
         """The distribution of the m tokens after b."""
-        return self._distribution(self.rows, self.columns, self.last, self.anchor)
+        part = self.network.draft_vocabulary
+        return self.law if part is None else PartialDistribution(self.law, part)
 
     def of_tree(self) -> WindowDistribution:
         """Return the distribution with axes [B, 1], which takes many prefixes for every sequence."""
-        anchor = None if self.anchor is None else self.anchor[:, None]
-        return self._distribution(self.rows[:, None], self.columns[:, None], self.last[:, None], anchor)
-
-    def _distribution(self, rows: Tensor, logits: Tensor, last: Tensor, anchor: Tensor | None) -> WindowDistribution:
-        part = self.network.draft_vocabulary
-        law = self.network.joint_law.distribution(rows, logits, last.to(rows.device), anchor=anchor, vocabulary=part)
-        return law if part is None else PartialDistribution(law, part)
+        return Block(self.network, self.hidden[:, None], self.last[:, None], self.length).distribution
 
 
 class BlockNetwork(DraftModel):
@@ -215,7 +230,6 @@ class BlockNetwork(DraftModel):
 
     @property
     def feature_layers(self) -> list[int]:
-        """Indices of the backbone's `hidden_states` that `fuse` reads."""
         return list(self.config.feature_layers or ())
 
     @property
@@ -231,9 +245,8 @@ class BlockNetwork(DraftModel):
         """Return the context of tokens, [B, T, d], on the drafter's device, of states by `feature_layers`."""
         chosen = [cast(Tensor, hidden_states[index]) for index in self.feature_layers]
         pieces = zip(*(state.split(_PIECE, dim=1) for state in chosen))
-        fused = [
-            self.hidden_norm(self.fc(torch.cat([each.to(self.fc.weight) for each in some], -1))) for some in pieces
-        ]
+        joined = (torch.cat([each.to(self.fc.weight) for each in some], -1) for some in pieces)
+        fused = [self.hidden_norm(self.fc(piece)) for piece in joined]
         return fused[0] if len(fused) == 1 else torch.cat(fused, dim=1)
 
     def joint_projection(self) -> JointProjection:
@@ -261,16 +274,9 @@ class BlockNetwork(DraftModel):
     def rows(
         self, embeddings: Tensor, positions: Tensor, masks: Mapping[str, Tensor | None], cache: Cache | None
     ) -> Tensor:
-        """Run rows [B, R, d] of blocks, whose keys and values end up behind the context in the cache.
+        """Run rows [B, R, d] (`embed_rows`) at positions [B or 1, R] behind the context in a cache, with the last norm.
 
-        Args:
-            embeddings: See `embed_rows`.
-            positions: [B or 1, R].
-            masks: By kind of layer, [B or 1, 1, R, W]; None: a row sees all columns and all rows.
-            cache: With the context; None: there is none.
-
-        Returns:
-            [B, R, d], after the final norm.
+        `masks` [B or 1, 1, R, W] are by kind of layer; None: a row sees all columns and all rows.
         """
         hidden, options = embeddings, {"position_embeddings": self.rotary_emb(embeddings, positions), CACHE: cache}
         for layer, kind in zip(self.layers, self.config.layer_types or ()):
@@ -302,11 +308,7 @@ class BlockNetwork(DraftModel):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def block(
-        self,
-        context: Tensor,
-        last: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        self, context: Tensor, last: Tensor, attention_mask: Tensor | None = None, past_key_values: Cache | None = None
     ) -> Block:
         """Fill in a block after every sequence.
 
@@ -319,20 +321,19 @@ class BlockNetwork(DraftModel):
         check_attention(self.config, "block drafters")
         cache = DynamicCache() if past_key_values is None else past_key_values
         past, (batch, count, _) = cache.get_seq_length(), context.shape
-        width, real = past + count, None if attention_mask is None else attention_mask.bool()
-        if real is not None and real.shape != (batch, width):
-            raise ValueError(f"attention_mask has shape {tuple(real.shape)}, not {(batch, width)}: one per column")
-        columns = (
-            cached_arange(width, context.device)[None] if real is None else (real.long().cumsum(1) - 1).clamp(min=0)
-        )
-        columns, context = columns.to(context.device), context.to(self.fc.weight)
+        real = context.new_ones(batch, past + count) if attention_mask is None else attention_mask.to(context.device)
+        if real.shape != (batch, past + count):
+            raise ValueError(f"attention_mask has shape {tuple(real.shape)}, not {(batch, past + count)}")
+        real = real.bool()
+        columns = (real.long().cumsum(1) - 1).clamp(min=0)  # [B, C]
         if count:
-            self.extend(context, columns[:, past:], cache, self.joint_projection())
+            self.extend(context.to(self.fc.weight), columns[:, past:], cache, self.joint_projection())
         embedded = self.embed_rows(last)  # [B, S, d]
-        ends = columns[:, -1:] + 1 if width else columns.new_zeros(1, 1)
-        masks = block_masks(self.config, width, real, embedded, embedded.dtype)
-        positions = ends + cached_arange(self.config.block_size, ends.device)
-        hidden = self.rows(embedded, positions, masks, cache)
+        positions = real.sum(1, keepdim=True) + cached_arange(self.config.block_size, real.device)  # [B, S]
+        distance = positions[..., None] - columns[:, None]  # [B, S, C]
+        hidden = self.rows(
+            embedded, positions, block_masks(self.config, real[:, None], distance, embedded.dtype), cache
+        )
         cache.crop(-self.config.block_size)
         return Block(self, hidden, last)
 
@@ -349,3 +350,93 @@ class BlockNetwork(DraftModel):
             return self.confidence_head(rows)
         known = torch.cat([block.last[:, None].to(tree.tokens.device), tree.tokens], 1)  # [B, m + 1]
         return self.confidence_head(rows, self.joint_law.embed(known.gather(1, tree.parents + 1)))
+
+
+class BlockSession(HeadSession):
+    """The drafts of one call of an attached `BlockDrafter`."""
+
+    def __init__(self, drafter: BlockNetwork, options: DraftOptions) -> None:
+        is_argmax = options.do_sample and drafter.config.draft_sampling == "argmax"
+        self.options = replace(options, do_sample=False) if is_argmax else options
+        if is_argmax:  # constraints have states
+            vars(self.options)["processing"] = options.processing
+        self.drafter, self.num_tokens, self.vocabulary = drafter, options.num_tokens, drafter.draft_vocabulary
+        self.hidden_layers: HiddenLayers = drafter.feature_layers
+        self.column = 0 if self.vocabulary is None else int(self.vocabulary.ids[0])
+        self.cache = DynamicCache(config=drafter.config)  # layers with a window keep no more than that
+
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
+        """Take the context of the prompt; columns of an earlier call in the backbone's cache are ignored."""
+        self.view, drafter = view, self.drafter
+        context, limit = drafter.fuse(outputs.hidden_states), self.options.max_length  # [B, L, d]
+        span = self.num_tokens + 1 + drafter.config.block_size
+        self.layout = drafter_layout(view, context.shape[1], limit, span, "block")
+        self.layout.install_layers(self.cache)
+        weight, bias, gains = drafter.joint_projection()
+        weight, gains = view.held("block.joint", weight.detach()), view.held("block.gains", gains.detach())
+        bias = None if bias is None else view.held("block.bias", bias.detach())
+        self.joint = JointProjection(weight, bias, gains)
+        self.layout.block_offset = -context.shape[1]
+        self._extend(context)
+        self.layout.block_offset = 0
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Take the context of b and of the accepted drafts."""
+        new = self.view.new_tokens
+        if self.view.is_fixed:
+            states = each_state(outputs.hidden_states, lambda state: of_accepted(state, new.on_device)) or ()
+        elif new.longest == 0:
+            return
+        else:
+            states = outputs.first(new.longest)
+        self._extend(self.drafter.fuse(states))
+        self.layout.keep(new)
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """Return a chain or a tree after every sequence, with paths of at most `length` tokens."""
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        block, masks = self._block(tokens.last(), length), self.options.masks(tokens)
+        if self.options.draft_tree is not None:
+            growth = WindowGrowth(block.of_tree(), block.last[:, None])
+            return self._sure(block, grow(growth, self.options, length, masks))
+        return self._sure(block, DraftTree.chain(*self._chain(block.distribution, length, masks)))
+
+    def _sure(self, block: Block, tree: DraftTree) -> DraftTree:
+        """Return a tree without tokens that will hardly be accepted, and without what is below them.
+
+        The estimate of a token does not depend on the token, so that what is left is distributed as before: a node has
+        all children that were drawn, or none.
+        """
+        least = self.drafter.config.confidence_threshold
+        likely = self.drafter.confidence(block, tree) if least else None
+        if least is None or likely is None:
+            return tree
+        is_sure = to_device(likely.sigmoid() >= least, tree.tokens.device)
+        real = (is_sure[:, None] | ~tree.mask()[:, 1:, 1:]).all(-1)  # [B, m]
+        return of_real(tree, real, not self.view.is_fixed)
+
+    def _extend(self, context: Tensor) -> None:
+        """Write a context [B, C, d] to the cache, from the layout's block on."""
+        layout = self.layout
+        positions = layout.positions(context.shape[1])  # [B, C]
+        layout.begin(context.shape[1])
+        self.drafter.extend(context, to_device(positions, context.device), self.cache, self.joint)
+
+    def _block(self, last: Tensor, length: int) -> Block:
+        """Fill in a block behind the context."""
+        drafter, layout, config = self.drafter, self.layout, self.drafter.config
+        size, device = config.block_size, drafter.device
+        embedded = drafter.embed_rows(last)  # [B, S, d]
+        kinds = dict.fromkeys(config.layer_types or ())
+        layout.is_maskless = sees_all(config) and not layout.needs_mask(1)
+        masks: dict[str, Tensor | None] = dict.fromkeys(kinds)
+        for kind in () if layout.is_maskless else kinds:
+            rows = seen_rows(config, kind, layout.ends.device)[None]  # [1, S, S]
+            depths = cached_arange(size, layout.ends.device)[None]
+            seen = layout.visible(size, window_of(config, kind), new=rows, depths=depths)  # [B, S, W]
+            masks[kind] = model_mask(to_device(seen, device), config, embedded.dtype)
+        layout.begin(size)
+        positions = layout.counts[:, None] + cached_arange(size, layout.ends.device)  # [B, S]
+        hidden = drafter.rows(embedded, to_device(positions, device), masks, self.cache)
+        return Block(drafter, hidden, to_device(last, device), length)

@@ -4,20 +4,19 @@ A checkpoint holds module k as layer L + k of the main model. So the main model'
 and the few parts that a plain layer lacks, loads everything at once, with all that transformers knows about fused
 experts, quantised weights, shards, dtypes and devices. Afterwards the extra layers are taken out again (`split`).
 
-Before it, headers are checked for what transformers would load wrongly without a warning: modules that are missing or
-not announced, and quantised weights without scales. transformers also dequantises float8, but takes the block size from
-the number of scales, which is wrong where the matrix ends within a block, and cannot save the model afterwards.
+Before it, headers are checked for what transformers would load wrongly without a warning. Float8 is dequantised here,
+since transformers refuses a matrix that ends within a block, and cannot save the model afterwards.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +41,14 @@ from ...configuration.mtp_families import (
     num_layers,
     set_modules,
 )
-from ...generation.tensors.tensor_files import (
-    Names,
-    read_tensors,
-    renamed,
-    tensor_dtypes,
-    weight_files,
-)
+from ...generation.tensors.tensor_files import Names, read_tensors, renamed, tensor_dtypes, weight_files
 from ...generation.tensors.wrapped_models import Kwargs, untyped, whole_state
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..common.loading import StrictLoadingMixin
-from .main_model import last_map
-from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection
+from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection, last_map
 
-SCALES = ("weight_scale_inv", "weight_scale", "scale")
-"""Suffixes of the tensors that may hold a weight's scales."""
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = ("weight_scale_inv", "weight_scale", "scale")  # suffixes of tensors that may hold a weight's scales
 _BLOCK = (128, 128)
 
 
@@ -77,28 +67,18 @@ def check_checkpoint(
         raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
     if inference_only:
         return config, False
-    stored = _count_stored(dtypes, family, layers)
+    stored = 0
+    while (ours := tuple(family.prefixes(layers, stored))) and any(key.startswith(ours) for key in dtypes):
+        stored += 1
     if not stored:
-        example = family.prefixes(layers, 0)[0]
-        raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
+        raise ValueError(f"{name}: no tensors of modules ({ours[0]}*): pass inference_only=True, or use from_backbone")
     if wanted is None:  # as in official files of some families
         config = copy.deepcopy(config)
         set_modules(config, stored)
     elif stored != wanted:
         raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {stored} modules")
-    copies = {
-        copy_: family.file_name(f"{family.stem}.layers.{layers}.{copy_}", layers, stored) for copy_ in family.copies
-    }
-    shared = bool(copies) and all(key in dtypes for key in copies.values())
-    return _spare_projection(config, dtypes), shared
-
-
-def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
-    """Return the number of consecutive modules that have any tensor."""
-    names, count = list(names), 0
-    while (prefixes := tuple(family.prefixes(layers, count))) and any(name.startswith(prefixes) for name in names):
-        count += 1
-    return count
+    copies = [family.file_name(f"{family.stem}.layers.{layers}.{each}", layers, stored) for each in family.copies]
+    return _spare_projection(config, dtypes), bool(copies) and dtypes.keys() >= {*copies}
 
 
 def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:
@@ -122,17 +102,6 @@ def is_to_be_dequantized(config: PreTrainedConfig, requested: object = None) -> 
     return not capable or bool(_option(requested, "dequantize"))
 
 
-def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all tensors of safetensors files; float8 weights are multiplied by their scales and have `dtype`."""
-    tensors = read_tensors(files)
-    block = _option(config.quantization_config, "weight_block_size") or _BLOCK
-    for key in [key for key, tensor in tensors.items() if tensor.dtype in _CODES]:
-        stem = key.removesuffix("weight")
-        scales = next(tensors.pop(stem + name) for name in SCALES if stem + name in tensors)
-        tensors[key] = dequantize(tensors[key], scales, block).to(dtype)
-    return {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
-
-
 def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -> Tensor:
     """Return codes [M, N] times the scale of their block, in float32.
 
@@ -154,10 +123,7 @@ def _option(quantization: object, name: str) -> Any:
     return quantization.get(name) if isinstance(quantization, dict) else getattr(quantization, name, None)
 
 
-PER_LAYER = (
-    *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
-)
-"""Fields of configurations that hold one entry for each layer."""
+PER_LAYER = "layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
@@ -168,22 +134,17 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]
 
 
-_OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}  # bundled code registers nothing with the Auto classes
-
-
-DeviceMap = dict[str, int | str | torch.device]
-"""Devices by prefixes of names, as accelerate has them."""
+DeviceMap = dict[str, int | str | torch.device]  # by prefixes of names, as accelerate has them
 
 
 class StackBody(nn.Module):
-    """Several layers of the model in sequence (Nemotron-H: attention, then experts)."""
+    """Several layers of the model in sequence (Nemotron-H: attention, then experts), called as one."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(layers)
 
     def forward(self, hidden_states: Tensor, **options: object) -> Tensor:
-        """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a layer."""
         for layer in self.parts:
             hidden_states = layer(hidden_states, **options)
         return hidden_states
@@ -201,7 +162,6 @@ class LatentBody(nn.Module):
         self.post_attention_layernorm: nn.Module = norm(size, eps=eps)
 
     def forward(self, hidden_states: Tensor, **options: object) -> Tensor:
-        """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a decoder layer."""
         attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -215,10 +175,11 @@ def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
     own.layers_block_type = config.mtp_layers_block_type
     make: Callable[..., nn.Module] = type(layers[-1])
     parts = [make(own, layer_idx=index) for index in range(len(own.layers_block_type))]
-    for module in (module for part in parts for module in part.modules()):
+    body = StackBody(parts)
+    for module in body.modules():
         if vars(module).get("config") is own:
             vars(module)["config"] = config  # which holds the attention implementation, now and when it is changed
-    return StackBody(parts)
+    return body
 
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -226,10 +187,12 @@ def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if config.get_text_config() is not config and type(config) in whole:
         return whole[type(config)]
-    return _OWN_CLASSES.get(config.model_type) or untyped(MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+    if config.model_type == MiMoConfig.model_type:  # bundled code registers nothing with the Auto classes
+        return MiMoForCausalLM
+    return untyped(MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[Any]:
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> Sequence[object]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     kind, text = dict(family_of(config).block).get(name), config.get_text_config()
     of_layers = field(text, name)
@@ -251,10 +214,8 @@ def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     text.num_hidden_layers += count
     if text.is_heterogeneous:
         layers = _overrides(text)
-        for index in range(size, size + count):
-            like = text.layer_types.index(text.layer_types[index])
-            layers |= {index: layers[like]} if like in layers else {}
-        text.per_layer_config = layers
+        likes = {index: text.layer_types.index(text.layer_types[index]) for index in range(size, size + count)}
+        text.per_layer_config = layers | {index: layers[like] for index, like in likes.items() if like in layers}
     return config
 
 
@@ -299,15 +260,13 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers of a main model."""
-    body = model.get_decoder()
-    if not isinstance(layers := dict(body.named_children()).get("layers"), nn.ModuleList):
-        raise ValueError(f"model_type={model.config.model_type!r} has no `layers` in {type(body).__name__}")
-    return layers
+    return cast(nn.ModuleList, model.get_decoder().get_submodule("layers"))
 
 
-def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:
-    """Return the rotary embedding of a main model; None where it has none."""
-    return dict(model.get_decoder().named_children()).get("rotary_emb")
+def new_chain(model: PreTrainedModel, modules: list[MTPModule], kinds: list[str]) -> MTPModules:
+    """Return the modules of a main model, of these kinds of attention."""
+    rotary = dict(model.get_decoder().named_children()).get("rotary_emb")
+    return MTPModules(modules, model.config.get_text_config(), rotary, kinds)
 
 
 def _attach_parts(layer: nn.Module, decoder: nn.Module, config: PreTrainedConfig, family: MTPFamily) -> None:
@@ -374,18 +333,18 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     model.__class__ = plain_class
     vars(model).pop("_weight_conversions", None)  # of this file, perhaps quantised; saving uses those of the class
     model._keys_to_ignore_on_load_unexpected = set(type(model)._keys_to_ignore_on_load_unexpected or [])
-    return model, MTPModules(modules, config, rotary_embedding(model), kinds)
+    return model, new_chain(model, modules, kinds)
 
 
 def _module_of(layer: nn.Module, family: MTPFamily, streams: int) -> MTPModule:
-    parts: dict[str, nn.Module] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
-    norm = layer.get_submodule(family.last_part) if family.norm_before_head else nn.Identity()
-    head = layer.get_submodule("shared_head.output") if family.own_heads else None
-    table = layer.get_submodule("embed_tokens") if family.own_embeddings else None
+    held = {name: part for name, part in layer.named_modules() if part is not layer}
+    parts = {name: held[name] for name in ("enorm", "hnorm", "eh_proj")}
+    norm = held[family.last_part] if family.norm_before_head else nn.Identity()
+    module = MTPModule(**parts, block=layer, norm=norm)
+    module.head, module.embed_tokens = held.get("shared_head.output"), held.get("embed_tokens")
+    module.embedding_first = family.embedding_first
     for name in (*parts, *["shared_head"] * family.norm_before_head, *["embed_tokens"] * family.own_embeddings):
         delattr(layer, name)
-    module = MTPModule(**parts, block=layer, norm=norm, embedding_first=family.embedding_first, head=head)
-    module.embed_tokens = table
     module.streams = 1 if family.one_stream else streams if family.streams else 0
     module.early = family.early or family.unnormed
     return module
@@ -403,7 +362,7 @@ def load(
 ) -> tuple[PreTrainedModel, MTPModules, Kwargs]:
     """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
-    `name` is a directory or repository, or None with `state_dict` among the options of `from_pretrained`.
+    `name` is None with `state_dict` among the options of `from_pretrained`.
     """
     family, layers, stored = family_of(config), num_layers(config), count_modules(config)
     count = 0 if inference_only else stored
@@ -460,7 +419,13 @@ def load_dequantized(
     wanted = options.pop("dtype", None)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     dtype = wanted if isinstance(wanted, torch.dtype) else vars(torch).get(str(wanted), stored)
-    tensors = dequantized_tensors(weight_files(name, options.pop("variant", None), **hub), config, dtype)
+    tensors = read_tensors(weight_files(name, options.pop("variant", None), **hub))
+    block = _option(config.quantization_config, "weight_block_size") or _BLOCK
+    for key in [key for key, tensor in tensors.items() if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]:
+        stem = key.removesuffix("weight")
+        scales = next(tensors.pop(stem + suffix) for suffix in SCALES if stem + suffix in tensors)
+        tensors[key] = dequantize(tensors[key], scales, block).to(dtype)
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
     config = copy.deepcopy(config)
     del vars(config)["quantization_config"]
     options = {key: value for key, value in options.items() if key not in {*hub, "quantization_config"}}
@@ -495,9 +460,6 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
 
         Args:
             ids: [U] distinct token ids, see `frequent_tokens`; None: all tokens again.
-
-        Raises:
-            ValueError: No ids, ids out of range, or a repeated id.
         """
         self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.get_text_config().vocab_size)
 
@@ -519,15 +481,10 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
         layers, family = num_layers(self.config), family_of(self.config)
         state = renamed(state, _names(self.config, self.mtp.count), "this model", back=True)
         if self.shared_copies:
-            embeddings = state[f"{family.stem}.embed_tokens.weight"]
-            sources = {
-                "embed_tokens.weight": embeddings,
-                "shared_head.head.weight": state.get("lm_head.weight", embeddings),
-            }
-            for index in range(self.mtp.count):
-                state |= {
-                    f"{family.stem}.layers.{layers + index}.{name}": sources[name].clone() for name in family.copies
-                }
+            table = state[f"{family.stem}.embed_tokens.weight"]
+            sources = {"embed_tokens.weight": table, "shared_head.head.weight": state.get("lm_head.weight", table)}
+            for index in range(layers, layers + self.mtp.count):
+                state |= {f"{family.stem}.layers.{index}.{name}": sources[name].clone() for name in family.copies}
         return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
 
     def _save_main(self, directory: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
@@ -536,10 +493,8 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
         before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
         vars(config).pop(_OURS, None)
         set_modules(config, self.mtp.count)
-        if options:
-            config.mtp_loss = options
-        else:
-            vars(config).pop("mtp_loss", None)
+        vars(config).pop("mtp_loss", None)
+        vars(config).update({"mtp_loss": options} if options else {})
         try:
             self.main.save_pretrained(directory, is_main_process=is_main_process, state_dict=state, **kwargs)
         finally:
@@ -552,17 +507,13 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
             return super().load_state_dict(state_dict, strict, assign)
         config = self.main.config
         state_dict, self._loaded_so_far = (self._loaded_so_far or {}) | dict(state_dict), None
-        if not strict and _size(state_dict, family_of(config).copies) < self._size_in_files():
+        own = {str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()}  # without copies
+        if not strict and _size(state_dict, family_of(config).copies) < _size(own, ()):
             self._loaded_so_far = state_dict
             return super().load_state_dict({}, strict=False)
         main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
-        parts = {"main": main, "mtp": modules}
-        loaded = {f"{part}.{name}": tensor for part in parts for name, tensor in parts[part].state_dict().items()}
+        loaded = nn.ModuleDict({"main": main, "mtp": modules}).state_dict()
         return super().load_state_dict(loaded, strict, assign)
-
-    def _size_in_files(self) -> int:
-        """Return the number of weights in a saved checkpoint of this model, without copies."""
-        return _size({str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()}, ())
 
 
 def _is_official(name: str) -> bool:
@@ -585,24 +536,16 @@ def _names(config: PreTrainedConfig, count: int) -> Names:
     return [(theirs + "{rest}", ours + "{rest}") for theirs, ours in (*pairs, ("", "main."), ("", ""))]
 
 
-def own_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
-    """Rename the device map of an extended main model to the names of a `DeepSeekMTP`."""
-    if "" in devices:
-        return devices
-    names = _names(config, count_modules(config))
-    result = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
-    return {name.strip("."): device for name, device in result.items()}
+def device_map_of(devices: DeviceMap, config: PreTrainedConfig, official: bool) -> DeviceMap:
+    """Return a device map with the names of a `DeepSeekMTP`, or with those of its checkpoint (`official`).
 
-
-def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
-    """Revert `own_device_map`; entries that have the checkpoint's names already are unchanged.
-
-    `"main"` and `"mtp"` are for all parts without an entry.
+    Of the former `"main"` and `"mtp"` are for all parts without an entry.
     """
+    if "" in devices and not official:
+        return devices
     count = count_modules(config)
-    each = {part: device for part, device in devices.items() if part != "mtp"}
     if "mtp" in devices:
-        each = {f"mtp.{k}": devices["mtp"] for k in range(count)} | each
-    names = _names(config, count)
-    result = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
+        devices = {f"mtp.{k}": devices["mtp"] for k in range(count)} | devices
+    parts = {f"{name}.": device for name, device in devices.items() if name != "mtp"}
+    result = renamed(parts, _names(config, count), "device_map", back=official)
     return {name.strip("."): device for name, device in result.items()}

@@ -56,10 +56,10 @@ def chain_loss(
 ) -> MTPOutput:
     """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
 
-    Depths are not independent: h^k is computed from h^{k-1}. So all chunks first leave their gradients on the h^k, and
-    autograd then runs through the chain once. With `detach_head`, only depth 0 trains the head. Over a draft vocabulary
-    a target outside it counts and adds nothing from depth 1 on, and the teacher's distribution is renormalised over it,
-    but for what is accepted (`tv`, `lk`, `lk_kl`); depth 0 has all tokens.
+    All chunks first leave their gradients on the h^k, and autograd then runs through the chain once. With
+    `detach_head`, only depth 0 trains the head. Over a draft vocabulary a target outside it counts and adds nothing
+    from depth 1 on, and the teacher's distribution is renormalised over it, but for what is accepted (`tv`, `lk`,
+    `lk_kl`); depth 0 has all tokens.
 
     Args:
         heads: The readout of the main model; or one for every depth, the main model's first.
@@ -70,7 +70,6 @@ def chain_loss(
         counts: [D + 1], targets of a whole update; None: of this batch.
         vocabulary: The tokens that modules draft, with a head that learns nothing from them.
     """
-
     heads = [heads] * len(states) if isinstance(heads, LMHeadView) else heads
     head = heads[0]
 
@@ -141,10 +140,7 @@ def _block_slopes(
     vocab_size: int,
     options: ModuleLossOptions,
 ) -> list[Tensor]:
-    """Return for every depth the block loss's terms, their slopes in log q of the targets, and m_k, [B, R_k, 3].
-
-    `drafted` makes the logits of modules; see `block_slopes`.
-    """
+    """Return for every depth the `block_slopes` [B, R_k, 3]; `drafted` makes the logits of modules."""
 
     def likelihood(own: LMHeadView, state: Tensor, target: Tensor) -> Tensor:
         logits = exact(drafted(own, state))
@@ -218,7 +214,7 @@ def _unrolled(
         sizes = range(columns, rows - 1, -1)  # columns of depth D, D + 1, ..., k
         positions = position_ids[..., :rows] + (k - first)
         rotated = [*rotated, positions] if rotates_anew(modules.config) else [positions]
-        state, *new = modules.last(
+        state, *new = modules.at(modules.count)(
             state[:, :rows],
             inputs_embeds[:, k:],
             earlier=earlier,
@@ -233,19 +229,13 @@ def _unrolled(
 
 def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the mask of depth D as a tensor [B, 1, R, R], whatever form the attention prefers."""
-    refuses = (masks_padding_alone, chooses_blocks, has_short_convolutions)
-    if any(is_of(modules.config) for is_of in refuses):
+    if any(is_of(modules.config) for is_of in (masks_padding_alone, chooses_blocks, has_short_convolutions)):
         kind = modules.config.model_type
         raise ValueError(f"unroll_steps above the modules: layers of model_type={kind!r} take no mask for it")
     padding = None if attention_mask is None else attention_mask[:, : states.shape[1]]
-    mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[modules.last.kind](
-        config=modules.config,
-        inputs_embeds=states,
-        attention_mask=padding,
-        **{CACHE: None},
-        position_ids=text_positions(position_ids),
-        layer_idx=modules.count - 1,
-        allow_is_causal_skip=False,
+    given = {"inputs_embeds": states, "attention_mask": padding, "position_ids": text_positions(position_ids)}
+    mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[modules.at(modules.count).kind](
+        config=modules.config, **given, **{CACHE: None}, layer_idx=modules.count - 1, allow_is_causal_skip=False
     )
     if not isinstance(mask, Tensor) or mask.dim() < 4:
         kind = modules.config._attn_implementation

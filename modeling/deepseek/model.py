@@ -43,19 +43,23 @@ from .conversion import (
     OfficialCheckpointModel,
     build,
     check_checkpoint,
+    device_map_of,
     is_to_be_dequantized,
     load,
     load_dequantized,
-    official_device_map,
-    own_device_map,
 )
 from .losses import chain_loss, depth_weights, router_loss, teacher_forced
-from .main_model import MainOutput, has_towers, mapped_state, run_main
-from .modules import LMHeadView, MTPModules
+from .modules import LMHeadView, MainOutput, MTPModules, has_towers, mapped_state, run_main
 from .session import ModuleSession
 
 _NO_PREDICTIONS = [
-    *("cache", "past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"),
+    "cache",
+    "past_key_values",
+    "head_losses",
+    "mtp_logits",
+    "acceptances",
+    "inputs_embeds",
+    "position_ids",
 ]
 
 
@@ -113,22 +117,18 @@ class DeepSeekMTP(
         return {auto: "MiMoMTP" if isinstance(self.config, MiMoConfig) else "DeepSeekMTP"}
 
     def init_weights(self) -> None:
-        """Initialise a model that was made on the meta device, once it has storage."""
-        if not self._is_initialized and self.device.type != "meta":
+        if not self._is_initialized and self.device.type != "meta":  # once it has storage
             self.main.init_weights()
             self.mtp.apply(self.main._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a part of a module as the main model's class does."""
         self.main._init_weights(module)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True  # checked by the main model's class
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return True
+    _can_set_experts_implementation = _can_set_attn_implementation
 
     @classmethod
     @reads_whole
@@ -150,27 +150,22 @@ class DeepSeekMTP(
             ignore_fields: Fields of modules in its config.json that are passed over; unknown ones are refused.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
                 `device_map`, `attn_implementation`, `revision`, ...
-
-        Raises:
-            ValueError: An unsupported family, a field of modules that is not read, more or fewer modules than stated,
-                missing tensors, shapes or scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = hub_options(kwargs)
-        if name is not None:
-            check_stored(name, config, kwargs.get("variant"), **hub)
-        if name is not None and not inference_only:
-            check_fields_of_modules(name, PreTrainedConfig.get_config_dict(name, **hub)[0], ignore_fields)
-        if not isinstance(config, PreTrainedConfig):
-            config = AutoConfig.from_pretrained(untyped(config or name), **hub)
-        wants_info = kwargs.pop("output_loading_info", False)
         if name is None:
             if not kwargs.get("state_dict"):
                 raise ValueError(f"state_dict lacks all tensors of {cls.__name__}")
-            return super().from_pretrained(None, config=config, output_loading_info=wants_info, **kwargs)
+            return super().from_pretrained(None, config=config, **kwargs)
+        check_stored(name, config, kwargs.get("variant"), **hub)
+        if not inference_only:
+            check_fields_of_modules(name, PreTrainedConfig.get_config_dict(name, **hub)[0], ignore_fields)
+        if not isinstance(config, PreTrainedConfig):
+            config = AutoConfig.from_pretrained(config or name, **hub)
+        wants_info = kwargs.pop("output_loading_info", False)
         config, shared = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):
-            kwargs["device_map"] = official_device_map(devices, config)
+            kwargs["device_map"] = device_map_of(devices, config, official=True)
         if is_to_be_dequantized(config, kwargs.get("quantization_config")):
             main, modules, report = load_dequantized(name, config, inference_only, hub, **kwargs)
         else:
@@ -179,7 +174,7 @@ class DeepSeekMTP(
         model.shared_copies = shared
         vars(main.config).pop("auto_map", None)  # valid for the loaded directory only
         if devices := vars(main).get("hf_device_map"):
-            vars(model)["hf_device_map"] = own_device_map(devices, main.config)
+            vars(model)["hf_device_map"] = device_map_of(devices, main.config, official=False)
         model.set_draft_vocabulary(stored_ids(name, **hub) if draft_vocabulary is None else draft_vocabulary)
         return untyped((model, report)) if wants_info else model
 
@@ -194,8 +189,7 @@ class DeepSeekMTP(
     ) -> DeepSeekMTP:
         """Return a model with new modules, which are copies of the backbone's last layer.
 
-        The model is unchanged: `main` is a copy of it that shares its tensors, so that only training of `main`
-        (`train_only("all")`) changes it.
+        The model is unchanged: `main` is a copy that shares its tensors, which only `train_only("all")` lets change.
 
         Args:
             model_or_path: A model of transformers, or a path to load one from.
@@ -204,9 +198,6 @@ class DeepSeekMTP(
                 each).
             draft_vocabulary: Token ids that modules may draft, and learn where the head is frozen; None: all.
             **kwargs: As for transformers' `from_pretrained`, with a path.
-
-        Raises:
-            ValueError: An unsupported family, a model with adapters of peft, or an option out of range.
         """
         from .retrofit import retrofit
 
@@ -231,7 +222,7 @@ class DeepSeekMTP(
 
     @property
     def window(self) -> int:
-        """Tokens that a call yields at most at the trained depth: the next one, and one for each depth."""
+        """Tokens that a call yields at most at the trained depth."""
         return self.num_depths + 1
 
     def parts(self) -> dict[str, nn.Module]:
@@ -249,22 +240,19 @@ class DeepSeekMTP(
         return DrafterFacts("modules", depths + 1, rows, ("deepseekai2024v3",))
 
     def longest_draft(self) -> int | None:
-        """Return None, any number, because the last module is reused; 0 without modules."""
-        return None if self.num_modules else 0
+        return None if self.num_modules else 0  # the last module is reused
 
     def default_draft(self) -> int:
-        """Return the number of trained depths: D, or `unroll_steps`."""
         return self.num_depths
 
     def start(self, options: DraftOptions) -> ModuleSession:
-        """Return the draft session of one call of `generate`."""
         return ModuleSession(self, options)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Read `draft_vocabulary` of a call, and refuse options of other kinds of drafters."""
-        ids, name = options.extra.get("draft_vocabulary"), "draft_vocabulary"
-        others = {key: value for key, value in options.extra.items() if key != name}
-        options = super().prepare_call(replace(options, extra=others), config)
+        """Read `draft_vocabulary` of a call."""
+        extra, name = dict(options.extra), "draft_vocabulary"
+        ids = extra.pop(name, None)
+        options = super().prepare_call(replace(options, extra=extra), config)
         if ids is not None and not isinstance(ids, DraftVocabulary):
             ids = DraftVocabulary(ids, self.config.get_text_config().vocab_size)
         return options if ids is None else replace(options, extra=options.extra | {name: ids})
@@ -279,11 +267,7 @@ class DeepSeekMTP(
         self.loss_options.weight = float(value)
 
     def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen.
-
-        Raises:
-            ValueError: An unknown part.
-        """
+        """Choose what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen."""
         if part not in ("all", "drafter", "mtp"):
             raise ValueError(f"part={part!r} is unknown; choose 'all' or 'drafter'")
         self.main.requires_grad_(part == "all")
@@ -298,11 +282,6 @@ class DeepSeekMTP(
         """Return the map from h^depth to logits: the main model's (0), or that of a module; see `MTPModules.step`."""
         return LMHeadView(self.main, self.mtp.at(depth) if depth else None)
 
-    @property
-    def reads_early(self) -> bool:
-        """Whether the first module reads the input of `last_map`, and not its output."""
-        return family_of(self.main.config).early
-
     def module_embeddings(self) -> nn.Module:
         """Return the embeddings that modules read: their own, or the main model's."""
         return self.mtp.embed_tokens or input_embeddings(self.main)
@@ -312,16 +291,16 @@ class DeepSeekMTP(
         if self.mtp.embed_tokens is None:
             return output.inputs_embeds
         if input_ids is None:
-            kind = self.main.config.model_type
-            raise ValueError(f"inputs_embeds: modules of model_type={kind!r} have their own: pass input_ids")
+            raise ValueError("inputs_embeds: these modules have embeddings of their own: pass input_ids")
         return self.mtp.embed_tokens(input_ids)
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Embedding:
         """Resize the main model's embeddings and its head, which all parts share."""
         family, kind = family_of(self.main.config), self.main.config.model_type
         if (family.own_heads or family.own_embeddings) and self.mtp.count:
-            own = "heads" if family.own_heads else "embeddings"
-            raise ValueError(f"modules of model_type={kind!r} have their own {own}, which cannot be resized")
+            raise ValueError(
+                f"modules of model_type={kind!r} have their own heads or embeddings, which keep their size"
+            )
         return untyped(super()).resize_token_embeddings(*args, **kwargs)
 
     def get_decoder(self, *args: object, **kwargs: object) -> nn.Module:
@@ -331,7 +310,6 @@ class DeepSeekMTP(
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: object, inputs_embeds: Tensor | None = None, **kwargs: object
     ) -> Kwargs:
-        """Return the main model's inputs; teacher-forced logits are off."""
         prepare = untyped(self.main).prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"output_mtp_logits": False}
@@ -343,31 +321,25 @@ class DeepSeekMTP(
         return untyped(self.main)._prepare_position_ids_for_generation(*args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, object]) -> None:
-        """Refuse keyword arguments that neither the main model (with its pixels) nor this one takes."""
         own = inspect.signature(self.forward).parameters
         others = {name: value for name, value in model_kwargs.items() if name not in own}
         untyped(self.main)._validate_model_kwargs(others)
 
     @property
     def drafting_part(self) -> nn.Module:
-        """See `OwnLossMixin`; the modules."""
         if not self.num_modules or has_towers(self.main.config):
-            kind = self.main.config.model_type
-            raise ValueError(
-                f"drafter: a {type(self).__name__} of model_type={kind!r} with num_modules={self.num_modules} does not "
-                "learn online: it needs modules, and a main model of text alone"
-            )
+            own = f"model_type={self.main.config.model_type!r} with {self.num_modules} modules"
+            raise ValueError(f"drafter: {own} does not learn online: it needs modules, and a main model of text alone")
         return self.mtp
 
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """See `OwnLossMixin`; no gradient reaches the main model."""
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
-        state = batch[STATES][:, :, 0]  # [B, L, H]
+        hidden = state = batch[STATES][:, :, 0]  # [B, L, H]
         with torch.no_grad():
-            embeds = input_embeddings(self.main)(ids)  # [B, L, H]
-            hidden = state
-            if self.reads_early:
+            if family_of(self.main.config).early:
                 hidden = mapped_state(self.main.get_decoder(), self.main.config, state)
+            embeds = input_embeddings(self.main)(ids)  # [B, L, H]
         if self.mtp.embed_tokens is not None:
             embeds = self.mtp.embed_tokens(ids)
         targets = depth_targets(batch["labels"], self.window, mask, positions)
@@ -404,7 +376,6 @@ class DeepSeekMTP(
         return chain_loss(heads, states, windows, size, self.loss_options, counts, part)
 
     def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
-        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         options = {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
         main = run_main(self.main, ids, None, batch.get("position_ids"), options)
@@ -419,7 +390,6 @@ class DeepSeekMTP(
         return DraftDistributions(draft, self.readout, hidden)
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return the loss of data from summed cross-entropies and targets per depth, [D + 1] each."""
         return (sums * depth_weights(counts.to(sums), self.loss_options)).sum()
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -470,12 +440,8 @@ class DeepSeekMTP(
 
         Returns:
             See `DeepSeekMTPOutput`.
-
-        Raises:
-            ValueError: Labels that are not token ids, or labels or `output_mtp_logits=True` with a non-empty cache.
         """
-        cache = given_cache(cache, past_key_values)
-        shift_labels = kwargs.pop("shift_labels", None)
+        cache, shift_labels = given_cache(cache, past_key_values), kwargs.pop("shift_labels", None)
         has_labels = labels is not None or shift_labels is not None
         if output_mtp_logits is None:
             only_loss = self.training or num_items_in_batch is not None
@@ -487,12 +453,8 @@ class DeepSeekMTP(
             use_cache = False  # with a cache, transformers ignores packed documents
         if field(self.config.get_text_config(), "output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
-        inputs: Kwargs = kwargs | {
-            "attention_mask": attention_mask,
-            CACHE: cache,
-            "use_cache": use_cache,
-            "output_hidden_states": requested_states(output_hidden_states, self.config),
-        }
+        inputs: Kwargs = kwargs | {"attention_mask": attention_mask, CACHE: cache, "use_cache": use_cache}
+        inputs["output_hidden_states"] = requested_states(output_hidden_states, self.config)
         with checkpointing_paused(self):
             main_output = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)
         outputs, position_ids = main_output.outputs, main_output.position_ids
@@ -520,14 +482,9 @@ class DeepSeekMTP(
             states = (*states[:-1], main_output.state)
         if use_cache and has_towers(self.config):  # what modules cannot compute from ids alone
             parts = {"inputs_embeds": main_output.inputs_embeds, "position_ids": position_ids}
+        found = {"logits": logits, "mtp_logits": mtp_logits, "hidden_states": states, "attentions": outputs.attentions}
         return DeepSeekMTPOutput(
-            logits=logits,
-            hidden_states=states,
-            attentions=outputs.attentions,
-            mtp_logits=mtp_logits,
-            aux_loss=aux_loss,
-            **parts,
-            **(shown | {"loss": loss, CACHE: cache_of(outputs)}),
+            aux_loss=aux_loss, **parts, **(shown | found | {"loss": loss, CACHE: cache_of(outputs)})
         )
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +27,13 @@ from transformers.cache_utils import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.cache_names import CACHE
-from ...configuration.fields import has_short_convolutions, rotates_anew
+from ...configuration.fields import field, has_short_convolutions, rotates_anew
+from ...configuration.mtp_families import MTPFamily, family_of
 from ...generation.tensors.shared_models import call
-from ...generation.tensors.wrapped_models import Kwargs, checkpointing_paused
+from ...generation.tensors.wrapped_models import Kwargs, checkpointing_paused, input_embeddings
 from ..common.backbone_parts import (
+    final_norm,
     finished_logits,
-    layer_kind,
     layer_options,
     output_embeddings,
     rotary_positions,
@@ -47,30 +51,23 @@ class MTPModule(GradientCheckpointingLayer):
         eh_proj: Linear map from both, [2 H], to [H]; of several streams, from [H + N H] to [N H].
         block: A decoder layer of the family.
         norm: Norm whose output goes to the head and to the next module (`nn.Identity` where a family has none).
-        embedding_first: Order of the two halves that `eh_proj` reads.
-        head: The module's own head, which reads what `norm` makes of its state; None: the main model's.
 
     Attributes:
+        embedding_first: Order of the two halves that `eh_proj` reads.
+        head: The module's own head, which reads what `norm` makes of its state; None: the main model's.
         early: The state is handed on without `norm`, which is the head's alone.
         streams: Streams that the block takes on a separate axis, [B, R, N, H], normed one by one; 0: no such axis.
         embed_tokens: Embeddings of the module's own, or None.
     """
 
     def __init__(
-        self,
-        enorm: nn.Module,
-        hnorm: nn.Module,
-        eh_proj: nn.Module,
-        block: nn.Module,
-        norm: nn.Module,
-        embedding_first: bool = True,
-        head: nn.Module | None = None,
+        self, enorm: nn.Module, hnorm: nn.Module, eh_proj: nn.Module, block: nn.Module, norm: nn.Module
     ) -> None:
         super().__init__()
-        self.head, self.early, self.streams = head, head is not None, 0
+        self.head: nn.Module | None = None
         self.embed_tokens: nn.Module | None = None
         self.enorm, self.hnorm, self.eh_proj, self.block, self.norm = enorm, hnorm, eh_proj, block, norm
-        self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
+        self.embedding_first, self.early, self.streams, self.slot, self.kind = True, False, 0, 0, "full_attention"
 
     def forward(
         self, hidden_states: Tensor, inputs_embeds: Tensor, earlier: tuple[Tensor, ...] | None = None, **options: object
@@ -118,22 +115,18 @@ class MTPModules(nn.Module):
     """The chain of D modules, with the main model's configuration and a copy of its rotary embedding.
 
     Not an `nn.ModuleList`, which peft refuses to save, but its parts are named as in one. `kinds` are the modules'
-    attention types, as in `layer_types`; None: that of the main model's last layer.
+    attention types, as in `layer_types`.
     """
 
     def __init__(
-        self,
-        modules: Iterable[MTPModule],
-        config: PreTrainedConfig,
-        rotary: nn.Module | None,
-        kinds: Sequence[str] | None = None,
+        self, modules: Iterable[MTPModule], config: PreTrainedConfig, rotary: nn.Module | None, kinds: Sequence[str]
     ) -> None:
         super().__init__()
         modules = list(modules)
         self.config, self.count = config, len(modules)
         for index, module in enumerate(modules):
             module.slot = index  # of the modules' own cache
-            module.kind = kinds[index] if kinds else layer_kind(config, -1)
+            module.kind = kinds[index]
             self.add_module(str(index), module)
         set_cache_slots(module.block for module in modules)
         self.rotary_emb = copy.deepcopy(rotary)
@@ -152,11 +145,6 @@ class MTPModules(nn.Module):
         return self[min(depth, self.count) - 1]
 
     @property
-    def last(self) -> MTPModule:
-        """The module of depth D, which deeper drafts reuse."""
-        return self[-1]
-
-    @property
     def embed_tokens(self) -> nn.Module | None:
         """Embeddings of the modules' own; None: they read the main model's."""
         return self[0].embed_tokens if self.count else None
@@ -168,17 +156,14 @@ class MTPModules(nn.Module):
 
     def new_cache(self) -> Cache:
         """Return an empty cache for all modules."""
+        kinds, window = self.kinds, field(self.config, "sliding_window")
         if has_short_convolutions(self.config):
-            count, window = self.config.number_of_conv_states, self.config.sliding_window
-            makes = [DYNAMIC_LAYER_TYPE_MAPPING[kind] for kind in self.kinds]
-            return Cache(layers=[make(number_of_states=count, sliding_window=window) for make in makes])
-        is_bounded = [kind == "sliding_attention" for kind in self.kinds]
-        if not any(is_bounded):
-            return new_cache(self.kinds[0], self.count)
-        window = self.config.sliding_window
-        return Cache(
-            layers=[DynamicSlidingWindowLayer(window) if bounded else DynamicLayer() for bounded in is_bounded]
-        )
+            sizes = {"number_of_states": self.config.number_of_conv_states, "sliding_window": window}
+            return Cache(layers=[DYNAMIC_LAYER_TYPE_MAPPING[kind](**sizes) for kind in kinds])
+        if "sliding_attention" not in kinds:
+            return new_cache(kinds[0], self.count)
+        bounded = [kind == "sliding_attention" for kind in kinds]
+        return Cache(layers=[DynamicSlidingWindowLayer(window) if each else DynamicLayer() for each in bounded])
 
     def step(
         self,
@@ -190,10 +175,10 @@ class MTPModules(nn.Module):
         past_key_values: Cache | None = None,
         prepared: Kwargs | None = None,
     ) -> Tensor:
-        """Return h^k, [B, R, H], as depth k hands it on; beyond D the last module is reused.
+        """Return h^k, [B, R, H], as depth k >= 1 hands it on; beyond D the last module is reused.
 
         Args:
-            k: Depth from 1 on.
+            k: The depth.
             hidden_states: h^{k-1}, [B, R, H], as its depth hands it on.
             inputs_embeds: Embeddings of the tokens k positions ahead, [B, R, H].
             position_ids: [B or 1, R], or as `rotary_positions` reads them; a constant shift changes nothing.
@@ -215,10 +200,8 @@ class MTPModules(nn.Module):
         past_key_values: Cache | None = None,
     ) -> Kwargs:
         """Return the keyword arguments of the block of module `index`, from 0; arguments as for `step`."""
-        kind = self[index].kind
-        return layer_options(
-            self.config, self.rotary_emb, states, attention_mask, position_ids, past_key_values, kind, index
-        )
+        given = states, attention_mask, position_ids, past_key_values, self[index].kind, index
+        return layer_options(self.config, self.rotary_emb, *given)
 
     def rotary(self, states: Tensor, position_ids: Tensor, index: int = -1) -> tuple[Tensor, Tensor] | None:
         """Return the rotary embedding of position ids for module `index`."""
@@ -313,3 +296,74 @@ class StreamHead(nn.Module):
         """Map [..., N H] to [..., H]."""
         mixed = self.hc_head(streams.reshape(1, -1, self.count, streams.shape[-1] // self.count))  # [1, positions, H]
         return self.out_norm(mixed).view(*streams.shape[:-1], mixed.shape[-1])
+
+
+@dataclass
+class MainOutput:
+    """Output of a main model without its head."""
+
+    outputs: Any  # those of its class
+    inputs_embeds: Tensor  # [B, L, H] that its first layer read, features of images among them
+    position_ids: Tensor | None  # as its first layer read them
+    state: Tensor  # [B, L, H], h^0, which the first module reads: after `last_map`, or before it (`early`)
+
+
+def run_main(
+    main: PreTrainedModel,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    position_ids: Tensor | None,
+    inputs: Kwargs,
+) -> MainOutput:
+    """Call a main model without its head, on ids [B, L] or embeddings [B, L, H]; `inputs` are pixels, for example."""
+    decoder, body, config = main.get_decoder(), cast(nn.Module, main.base_model), main.config
+    if not has_towers(config):
+        body = decoder
+        if inputs_embeds is None:
+            inputs_embeds = cast(Tensor, input_embeddings(main)(input_ids))
+            if field(config, "ple_layer_ids"):
+                inputs = inputs | {"ple_input_ids": input_ids}
+            if "hash_moe" not in (field(config, "mlp_layer_types") or ()):  # experts that are chosen by a token's id
+                input_ids = None
+    family, inputs_read = family_of(config), {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+    read = inputs_read | ({"inputs_embeds": None} if body is decoder and input_ids is not None else {})
+    looked_at = _inputs_of(decoder) if has_towers(config) else nullcontext(inputs_read)
+    with looked_at as seen, _inputs_of(last_map(decoder, family)) if family.early else nullcontext({}) as mapped:
+        outputs = body(input_ids=input_ids, **read, **inputs)
+    state = mapped["args"][0].flatten(2) if family.early else outputs.last_hidden_state  # [B, L, H or N H]
+    return MainOutput(outputs, cast(Tensor, seen["inputs_embeds"]), seen.get("position_ids"), state)
+
+
+def last_map(decoder: nn.Module, family: MTPFamily) -> nn.Module:
+    """Return the module that reads the last layer's output: a norm, or a mixer of streams."""
+    named = dict(decoder.named_children()) if family.streams else {}
+    return named.get("hyper_connection_mixer") or named.get("hc_head") or final_norm(decoder)
+
+
+def mapped_state(decoder: nn.Module, config: PreTrainedConfig, state: Tensor) -> Tensor:
+    """Return the input of the unembedding, [B, L, H], from a state before `last_map`."""
+    family, text = family_of(config), config.get_text_config()
+    last, streams = last_map(decoder, family), field(text, "hc_mult") if family.streams else None
+    return last(state) if streams is None else final_norm(decoder)(last(state.unflatten(-1, (streams, -1))))
+
+
+@contextmanager
+def _inputs_of(module: nn.Module) -> Iterator[Kwargs]:
+    """Yield a dict that receives the arguments of a module's next call in this thread; positional ones as `args`."""
+    seen: Kwargs = {}
+    own = get_ident()
+
+    def note(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> None:
+        if get_ident() == own and kwargs is not None:
+            seen.update(kwargs, args=args)
+
+    hook = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def has_towers(config: PreTrainedConfig) -> bool:
+    """Return whether a model has towers of other modalities."""
+    return config.get_text_config() is not config

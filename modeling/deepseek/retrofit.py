@@ -1,7 +1,7 @@
 """New modules for a model without any: each starts as a copy of its last layer (of the modules' kind).
 
-Two calls with eight tokens then compare the backbone's own computation with ours. Mask types, rotary positions by
-layer, scaled embeddings, residuals and logits, layers that need more than their input: each would show as a difference.
+Two calls with eight tokens then compare the backbone's own computation with ours: whatever a layer needs or does that a
+module does not know would show as a difference.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from .conversion import (
     fresh_norm,
     main_class,
     module_kinds,
-    rotary_embedding,
+    new_chain,
     rotate_all,
 )
-from .main_model import has_towers
-from .modules import LMHeadView, MTPModule, MTPModules
+from .modules import LMHeadView, MTPModule, MTPModules, has_towers
 
 _LENGTH, _PADDING = 8, 3
 _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}
@@ -68,7 +67,7 @@ def retrofit(
     try:
         layer, kinds = decoder_layers(main)[twin], [layer_kind(main.config, twin)] * num_modules
         modules = [_new_module(main, layer, family, _SHARES[eh_init]) for _ in range(num_modules)]
-        chain = MTPModules(modules, main.config, rotary_embedding(main), kinds)
+        chain = new_chain(main, modules, kinds)
         check_backbone(main, chain, layer)
         _fit_to_files(main, chain)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
@@ -110,29 +109,23 @@ def _fit_to_files(main: PreTrainedModel, modules: MTPModules) -> None:
             raise _refusal(config, f"with more layers, layer {index} would have another {wrong[0]}")
 
 
+@torch.no_grad()
 def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shares: tuple[float, float]) -> MTPModule:
     last, size = final_norm(main.get_decoder()), main.config.hidden_size
     if not list(last.parameters()):
         raise _refusal(main.config, "its norms have no weights, and the norms of a module are copies of them")
-    enorm, hnorm = _unit_norm(main, last), _unit_norm(main, last)
+    enorm, hnorm = fresh_norm(last), fresh_norm(last)
+    for norm in (enorm, hnorm):
+        main._init_weights(norm)  # gain 1, in that class's own form (Gemma's gain is 1 + weight)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=next(last.parameters()).device, dtype=main.dtype)
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
-    with torch.no_grad():
-        eh_proj.weight.copy_(torch.cat(halves, dim=1))  # [H, 2 H]
+    eh_proj.weight.copy_(torch.cat(halves, dim=1))  # [H, 2 H]
     norm, block = copy.deepcopy(last) if family.norm_before_head else nn.Identity(), whole_copy(layer)
     if family.rotates:
         rotate_all(block)
-    module = MTPModule(enorm, hnorm, eh_proj, block, norm, family.embedding_first)
-    module.early = family.unnormed
+    module = MTPModule(enorm, hnorm, eh_proj, block, norm)
+    module.embedding_first, module.early = family.embedding_first, family.unnormed
     return module
-
-
-@torch.no_grad()
-def _unit_norm(main: PreTrainedModel, norm: nn.Module) -> nn.Module:
-    """Return a norm of the same class with gain 1, in that class's own form (Gemma's gain is 1 + weight)."""
-    norm = fresh_norm(norm)
-    main._init_weights(norm)
-    return norm
 
 
 @torch.no_grad()

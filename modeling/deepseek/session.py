@@ -2,11 +2,10 @@
 drafts.
 
 Columns are those of the backbone's cache: column i of module k holds h^{k-1}_i together with the embedding of the token
-k positions later. Beyond the newest D - 1 columns, all of these tokens are verified; the last D - 1 columns of deeper
-modules were computed from drafts, and are computed again once it is known which of them were accepted. The settled
-columns of the modules' own cache therefore end D - 1 columns before the backbone's, and the session holds the hidden
-states of the columns after them. As many columns are pending in all sequences: those with fewer new tokens read some
-columns again.
+k positions later. The last D - 1 columns of deeper modules were computed from drafts, and are computed again once it is
+known which of them were accepted: the settled columns of the modules' own cache end D - 1 columns before the
+backbone's, and the session holds the hidden states of the columns after them. As many columns are pending in all
+sequences: those with fewer new tokens read some columns again.
 
 In a tree, every node has its own path of columns in every module. With t the backbone's last column, and nodes d1,
 d2 on a path:
@@ -50,17 +49,13 @@ from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, grow, most_nodes
 from ..common.backbone_parts import part_logits
 
-_LAG = 64
-"""Columns that may wait for the modules that a short draft did not need."""
-_TREE_KINDS = ("full_attention", "sliding_attention")
-"""Kinds of attention whose mask differs between sequences."""
+_LAG = 64  # columns that may wait for the modules that a short draft did not need
 
 
 class ModuleSession(DraftSession):
     """Drafts by chaining modules on the backbone's last hidden state; not every attention takes a tree."""
 
-    hidden_layers = -1
-    supports_confidence_threshold = True
+    hidden_layers, supports_confidence_threshold = -1, True
 
     def __init__(self, model: Any, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules
@@ -68,7 +63,7 @@ class ModuleSession(DraftSession):
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)
         self.vocab_size = model.config.get_text_config().vocab_size
         self.cache = model.mtp.new_cache()
-        others = set(model.mtp.kinds) - set(_TREE_KINDS)
+        others = set(model.mtp.kinds) - {"full_attention", "sliding_attention"}  # whose masks differ by sequence
         if options.draft_tree is not None and others:
             raise ValueError(f"draft_tree: modules with {', '.join(sorted(others))} draft chains only; leave it out")
         self.takes_fixed = not others and module_layers(model.config) is None
@@ -190,12 +185,10 @@ class ModuleSession(DraftSession):
 
     def _prepared(self, hidden: Tensor) -> Kwargs | None:
         """Return the mask and rotary embedding that all of several modules share; None: they attend differently."""
-        modules = self.model.mtp
-        if self.depth == 1 or len(set(modules.kinds)) > 1:
+        if self.depth == 1 or len(set(self.model.mtp.kinds)) > 1:
             return None
         self.layout.block_offset = -hidden.shape[1]
-        inputs = self._inputs(1, hidden.shape[1])
-        return modules.options(0, hidden, **inputs)
+        return self.model.mtp.options(0, hidden, **self._inputs(1, hidden.shape[1]))
 
     def _nodes(self, k: int, states: Tensor, ids: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
         """Run module k over nodes of a tree, [B, R, H], which see settled columns and the nodes `seen` [B, R, n].
@@ -247,8 +240,7 @@ class PromptParts:
         return torch.where(((columns >= 0) & (columns < size))[..., None], known, embeds)
 
     def positions(self, positions: Tensor) -> Tensor:
-        """Return the positions of rotary embeddings [3, B, R] at positions [B, R]; or these where images change
-        none."""
+        """Return the positions of rotary embeddings [3, B, R] at positions [B, R]; these where images change none."""
         if self.shifts is None:
             return positions
         columns = (positions - self.first[:, None]).clamp(0, self.shifts.shape[2] - 1)  # [B, R]
@@ -261,12 +253,10 @@ class ModuleGrowth:
     def __init__(self, drafter: ModuleSession, tokens: Sequences) -> None:
         self.drafter, self.ancestry = drafter, Ancestry()
         self.draft_ids, self.vocab_size = drafter.draft_ids(tokens.ids.device), drafter.vocab_size
-        self.tokens = tokens
-        self.tops: list[Tensor] = []  # of every module its newest settled column
-        self.nodes: list[Tensor] = []  # by level: token ids,
-        self.above: list[Tensor] = []  # indices of parents,
-        self.seen: list[Tensor] = []  # ancestors among all nodes so far,
-        self.states: list[Tensor] = []  # and what they became in the module before
+        self.tokens, self.tops = tokens, list[Tensor]()  # of every module its newest settled column
+        self.nodes, self.above = list[Tensor](), list[Tensor]()  # by level: token ids, indices of parents,
+        self.seen = list[Tensor]()  # ancestors among all nodes so far,
+        self.states = list[Tensor]()  # and what they became in the module before
 
     def first(self) -> Tensor:
         """See `Growth`; settles the newest columns of all modules."""

@@ -44,20 +44,24 @@ def test_training_the_modules_alone(kind, name, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.core_cases("deepseek_v3-5GB")
+@pytest.mark.parametrize("size", ["5GB", "70KB"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "exaone_moe"])
-def test_resuming_from_several_files_gives_the_same_model(name, tmp_path, monkeypatch):
+def test_resuming_in_the_middle_gives_the_same_model(name, size, tmp_path, monkeypatch):
     save = DeepSeekMTP.save_pretrained
-    monkeypatch.setattr(DeepSeekMTP, "save_pretrained", lambda *a, **kw: save(*a, **kw, max_shard_size="70KB"))
-    options = dict(max_steps=2, save_steps=1, save_strategy="steps")
+    monkeypatch.setattr(DeepSeekMTP, "save_pretrained", lambda *a, **kw: save(*a, **kw, max_shard_size=size))
+    options = dict(max_steps=6, save_steps=3, save_strategy="steps")
     whole = family_model(name)
-    Trainer(whole, arguments(tmp_path / "a", **options), train_dataset=rows()).train()
-    assert len(list((tmp_path / "a" / "checkpoint-1").glob("model-*.safetensors"))) > 2
+    MTPTrainer(whole, arguments(tmp_path / "a", **options), train_dataset=rows()).train()
+    assert (len(list((tmp_path / "a" / "checkpoint-3").glob("model-*.safetensors"))) > 2) == (size == "70KB")
     fresh = family_model(name, seed=5)
-    trainer = Trainer(fresh, arguments(tmp_path / "b", **options), train_dataset=rows())
-    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    trainer = MTPTrainer(fresh, arguments(tmp_path / "b", **options), train_dataset=rows())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     for (key, a), b in zip(whole.named_parameters(), fresh.parameters()):
         torch.testing.assert_close(a, b, msg=key)
     assert fresh._loaded_so_far is None
+    again = DeepSeekMTP.from_pretrained(tmp_path / "a" / "checkpoint-6")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters()))
 
 
 @pytest.mark.core_cases("qwen3_next")
@@ -75,6 +79,28 @@ def test_experts_are_balanced_as_the_main_model_does(name):
     without = model(ids, attention_mask=mask, labels=labels)
     torch.testing.assert_close(ours.loss - without.loss, 0.5 * own.aux_loss, atol=1e-5, rtol=1e-5)
     assert without.aux_loss is None
+
+
+@pytest.mark.by_day("True")
+@pytest.mark.parametrize("packing", [False, True])
+def test_trl(packing, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig
+
+    from tokenahead import EvaByteTokenizer
+    from tokenahead.training import MTPSFTTrainer
+
+    model = family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
+    before = model.mtp[1].eh_proj.weight.clone()
+    config = SFTConfig(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, use_cpu=True,
+        bf16=False, max_length=64, packing=packing, report_to="none", save_strategy="no",
+    )  # fmt: skip
+    data = Dataset.from_dict({"text": ["def f(x):\n    return x\n", "import os\n"] * 8})
+    trainer = MTPSFTTrainer(model, config, train_dataset=data, processing_class=EvaByteTokenizer())
+    trainer.train()
+    assert not torch.equal(model.mtp[1].eh_proj.weight, before)
+    assert "loss_head_3" in trainer.state.log_history[0]
 
 
 @pytest.mark.by_day("targets0")

@@ -1,28 +1,99 @@
 """Assistants of transformers: drafts are transformers' own, for batches too, and cost nobody their text."""
 
-import copy
-from types import SimpleNamespace
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessorList
+import transformers
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
-from tests.assisted import assisted_generate
-from tests.backbones import backbone, check_greedy, code_prompts, plain_continuations, prompts
-from tests.dflash_models import BLOCK, WINDOW, assistant, drafter_of, fill, random_pair, trained_pair
-from tests.integration.test_enumeration import DRAFTS, WARPS, emitted, target_rows
-from tests.integration.test_enumeration import WINDOW as LONGEST
-from tests.models import left_padded, tiny_model
+from tests.backbones import CONFIGS, check_greedy, code, code_prompts, coder, learn
+from tests.models import left_padded
 from tests.no_sync import NoSync
-from tokenahead import AssistantDrafter, BlockDrafter, DrafterCascade, SuffixDrafter
+from tokenahead import AssistantDrafter, BlockDrafter
 from tokenahead.generation.backbone.backbones import target_of
-from tokenahead.generation.call.options import CallOptions, DraftOptions, NumberCheck
-from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.call.options import CallOptions, DraftOptions
 from tokenahead.generation.call.sequences import Sequences
-from tokenahead.testing import continuation_distribution, continuation_p_value
 
-NAMES = ["llama", "mistral", "glimmer", "spark"]
+BLOCK, LAYERS, WINDOW = 5, [-1, 0], 9
+"""Tokens of a block, b among them; layers whose outputs are read (-1: embeddings); how far back windows reach."""
+NAMES = ["llama", "mistral", "glimmer"]
+_MUSE = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    sliding_window=6, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.15, output_multiplier=1.0,
+    max_position_embeddings=256,
+)  # fmt: skip
+_EYE = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pos_emb_height=4, pos_emb_width=4
+)
+
+
+def muse() -> PreTrainedModel:
+    """A random Muse Glimmer with an eye that is not used."""
+    library = pytest.importorskip("transformers.models.muse_glimmer")
+    text = _MUSE | {"vocab_size": 48}
+    parts = dict(text_config=text, vision_config=_EYE, out_hidden_size=64, projector_hidden_size=16)
+    torch.manual_seed(1)
+    config = library.MuseGlimmerConfig(**parts, image_token_id=46, video_token_id=45)
+    model = library.MuseGlimmerForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def assistant(vocabulary: int = 48, **changes) -> PreTrainedModel:
+    """A random assistant for backbones of width 32, with a layer of either kind."""
+    kind = pytest.importorskip("transformers.models.muse_glimmer_assistant").MuseGlimmerAssistantConfig
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], block_size=BLOCK,
+        mask_token_id=vocabulary - 1, target_layer_ids=LAYERS, max_position_embeddings=256, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return transformers.MuseGlimmerAssistantModel(kind(**sizes | changes)).eval()
+
+
+def drafter_of(model: PreTrainedModel) -> BlockDrafter:
+    """The block drafter of an assistant's directory."""
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return BlockDrafter.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def fill(model: PreTrainedModel, source: PreTrainedModel, text: torch.Tensor, place: int) -> torch.Tensor:
+    """Logits [B, block - 1, V] of drafts after `text[:, : place + 1]`, by the assistant's own forward, all at once."""
+    with torch.no_grad():
+        states = source(text[:, :place], output_hidden_states=True).hidden_states
+        embedding, size = source.get_input_embeddings(), model.config.block_size
+        ids = torch.cat([text[:, place, None], text.new_full((len(text), size - 1), model.config.mask_token_id)], 1)
+        block = torch.nn.functional.embedding(ids, embedding.weight)
+    columns = torch.arange(place + size)
+    near = (columns[place:, None] - columns).abs() <= model.config.sliding_window
+    filled = model(
+        noise_embeds=block, context_hidden_states=torch.cat([states[layer + 1] for layer in LAYERS], -1),
+        position_ids=columns[None], attention_mask={"full_attention": None, "sliding_attention": near[None, None]},
+    )  # fmt: skip
+    return source.get_output_embeddings()(filled.last_hidden_state[:, 1:])
+
+
+def learn_to_fill(model: PreTrainedModel, source: PreTrainedModel, text: torch.Tensor) -> PreTrainedModel:
+    """Trains an assistant on texts [N, L]."""
+    generator, optimizer = torch.Generator().manual_seed(4), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        place = int(torch.randint(1, text.shape[1] - BLOCK, (), generator=generator))
+        logits, goal = fill(model, source, text, place), text[:, place + 1 : place + BLOCK]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), goal.flatten()).backward()
+        optimizer.step()
+    return model.eval()
+
+
+@cache
+def trained_pair(name: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A backbone that writes code, and an assistant that is often right about it."""
+    source = coder(name) if name in CONFIGS else learn(muse(), code(), 60)
+    return source, learn_to_fill(assistant(), source, code()[: 24 * 60].view(60, 24))
 
 
 @pytest.fixture(params=NAMES)
@@ -30,14 +101,6 @@ def pair(request):
     model, small = trained_pair(request.param)
     drafter = drafter_of(small).attach(model)
     yield model, drafter, small
-    drafter.detach()
-
-
-@pytest.fixture
-def plain_pair():
-    model, small = trained_pair()
-    drafter = drafter_of(small).attach(model)
-    yield model, drafter
     drafter.detach()
 
 
@@ -104,125 +167,6 @@ def test_distributions_are_those_of_its_own_forward():
         text = torch.cat([prompt, tokens.last()[row, None]])[None]
         expected = fill(small, model, text, len(prompt)).softmax(-1)
         torch.testing.assert_close(tree.probs[row], expected[0], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("warp", WARPS)
-def test_the_emitted_distribution_is_the_targets(warp):
-    """Positions of a block are drawn one by one, from distributions that no drawn token changes."""
-    processing = Processing(LogitsProcessorList(WARPS[warp]))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
-    logits = 1.5 * torch.randn(LONGEST - 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    q = torch.stack([DraftOptions.choose(options, step[None])[1][0] for step in logits])
-    for rule in ("token", "block"):
-        distribution, target = emitted(rule, q.expand(len(DRAFTS), -1, -1), target_rows(processing, 50))
-        assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
-
-
-WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-
-
-@pytest.mark.by_day("block")
-@pytest.mark.parametrize(
-    ("name", "rule", "processors"),
-    [("llama", "block", {}), ("llama", "token", WARPED), ("glimmer", "block", WARPED)],
-    ids=["block", "token-warped", "glimmer-block-warped"],
-)
-def test_sampled_distribution_of_ragged_rows(name, rule, processors):
-    """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
-    model, small = random_pair(name)
-    drafter, options = drafter_of(small).attach(model), {"top_k": 0} | processors
-    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4, 5, 1, 2, 3]), torch.tensor([4, 1, 3])]
-    assert len(batch[0]) > WINDOW
-    out = model.generate(
-        **left_padded(batch * 1_200), do_sample=True, max_new_tokens=6, assistant_model=drafter, verification=rule,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    drafter.detach()
-    assert {count for row in out.speculation.rows_accepted for count in row} >= {0, 1, 2}
-    for row, prompt in enumerate(batch):
-        distribution = continuation_distribution(model, prompt[None], 2, **options)
-        assert continuation_p_value(out.sequences[row::2, 12:14], distribution) > 0.001
-
-
-@pytest.mark.by_day(
-    "num_assistant_tokens", "assistant_confidence_threshold", "suppress_tokens", "num_assistant_tokens_schedule"
-)
-@pytest.mark.parametrize(
-    "options",
-    [{"num_assistant_tokens": 2}, {"assistant_confidence_threshold": 0.6}, {"suppress_tokens": [7, 9, 12]},
-     {"num_assistant_tokens_schedule": "adaptive"}, {"do_sample": True, "top_k": 1}, {"speculation_type": "dflash"}],
-    ids=lambda options: next(iter(options)),
-)  # fmt: skip
-def test_options_of_calls(plain_pair, options):
-    model, drafter = plain_pair
-    common = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0} | options
-    batch = left_padded(code_prompts(5))
-    out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **common)
-    common |= {"speculation_type": None, "num_assistant_tokens_schedule": None}
-    assert torch.equal(out.sequences, type(model).generate(model, **batch, **common))
-    lengths = {len(draft) for row in out.speculation.rows_drafts for draft in row}
-    assert max(lengths) == options.get("num_assistant_tokens", BLOCK - 1)
-
-
-def test_cycles_without_drafts_are_made_up_for(plain_pair):
-    """Where a look-up drafts, the states of several cycles are read before the next block; which is then as ever."""
-    (model, drafter), small = plain_pair, trained_pair()[1]
-    batch, new = prompts(8), 40
-    cascade = DrafterCascade([SuffixDrafter(num_tokens=3), drafter], least=2.5).attach(model)
-    out = model.generate(
-        **left_padded(batch), max_new_tokens=new, do_sample=False, assistant_model=cascade, return_dict_in_generate=True
-    )
-    cascade.detach()
-    assert torch.equal(out.sequences[:, -new:], torch.stack(plain_continuations(model, batch, new)))
-    whole = []
-    for row, prompt in enumerate(batch):
-        text, place = torch.cat([prompt, out.sequences[row, -new:]])[None], len(prompt)
-        for draft, accepted in zip(out.speculation.rows_drafts[row], out.speculation.rows_accepted[row]):
-            whole.append(len(draft) == BLOCK - 1)
-            if whole[-1]:
-                assert draft == fill(small, model, text, place).argmax(-1)[0].tolist()
-            place += accepted + 1
-    assert 5 < sum(whole) < len(whole) - 5
-
-
-def test_transformers_own_loop_takes_the_drafts(plain_pair):
-    """Through `CandidateAdapter`, past our patch."""
-    model, drafter = plain_pair
-    batch = code_prompts(5)
-    for prompt, text in zip(batch, plain_continuations(model, batch, 12)):
-        mask = torch.ones_like(prompt)[None]
-        out = assisted_generate(model, prompt[None], drafter, attention_mask=mask, max_new_tokens=12, do_sample=False)
-        assert out[0, len(prompt) :].tolist() == text.tolist()
-
-
-@pytest.mark.core
-def test_copies_and_folders(plain_pair, tmp_path):
-    model, drafter = plain_pair
-    drafter.save_pretrained(tmp_path)
-    loaded = BlockDrafter.from_pretrained(tmp_path, dtype=torch.float32)
-    assert loaded.num_drafts == BLOCK - 1 and loaded.config.vocab_size == 48
-    batch, options = left_padded(code_prompts(4)), dict(max_new_tokens=12, do_sample=False)
-    found = []
-    for each in (drafter, copy.deepcopy(drafter), loaded):
-        out = model.generate(**batch, assistant_model=each.attach(model), return_dict_in_generate=True, **options)
-        found.append(out.speculation.rows_drafts)
-        if each is not drafter:
-            each.detach()
-    assert found[0] == found[1] == found[2]
-
-
-def test_backbones_that_it_was_not_made_for():
-    for make, changes, message in (
-        (backbone, {"target_layer_ids": [0, 1]}, r"feature_layers=\[1, 2\].*LlamaForCausalLM.*0..1"),
-        (backbone, {"mask_token_id": 48, "target_layer_ids": [0]}, "mask_token_id=48.*0..47"),
-        (backbone, {"hidden_size": 24}, "hidden_size.*24.*32"),
-        (tiny_model, {"hidden_size": 64}, "hidden_size|EvaByteForMTPC"),
-    ):
-        model, drafter = make(), drafter_of(assistant(**changes))
-        with pytest.raises(ValueError, match=message):
-            drafter.attach(model)
-        assert "generate" not in vars(model)
 
 
 def test_drafters_with_a_cache_of_their_own_refuse_it(tmp_path):

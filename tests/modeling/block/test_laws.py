@@ -2,25 +2,17 @@
 
 import inspect
 import itertools
-import json
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LogitsProcessorList
 
-from tests.backbones import backbone
 from tests.modeling.heads.backbones import shaken
-from tests.tree_worlds import WARPS, World, all_trees, emitted_distribution
 from tests.tree_worlds import V as WORDS
-from tokenahead import BlockDrafter
+from tests.tree_worlds import World, all_trees, emitted_distribution
 from tokenahead.configuration.block import LAW_OPTIONS, BlockDrafterConfig
-from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.trees.building import dynamic_tree
 from tokenahead.modeling.block.laws import LAWS
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
-from tokenahead.modeling.heads.attached import WindowGrowth
 from tokenahead.modeling.heads.window_distribution import PartialDistribution
 
 M, D, V = 3, 4, 7
@@ -51,7 +43,7 @@ def law_of(kind, vocabulary=PART, m=M, **changes):
 def build_law(law, vocabulary=PART, m=M, **options):
     config = BlockDrafterConfig(
         vocab_size=vocabulary.vocab_size, draft_vocab_size=len(vocabulary), own_unembedding=True, hidden_size=D,
-        num_attention_heads=1, head_dim=4, block_size=m, feature_layers=[1], num_hidden_layers=1,
+        num_attention_heads=1, head_dim=4, block_size=m, feature_layers=[1], num_hidden_layers=1, law=law,
     )  # fmt: skip
     return LAWS[law](config, **options)
 
@@ -204,25 +196,6 @@ def check_text(world, tree, chance):
         assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_text_of_chains_has_the_targets_distribution(kind):
-    """Every block as a chain, with the warped conditionals that it is drawn from."""
-    words, warp = DraftVocabulary(range(WORDS), WORDS), "temperature"
-    law, world = law_of(kind, words), World(warp, 3)
-    rows, logits, last, anchor = inputs_of(words, 2)
-    drafts = torch.tensor(list(itertools.product(range(WORDS), repeat=3))).repeat(2, 1)
-    row = torch.arange(2).repeat_interleave(len(drafts) // 2)
-    block = law.distribution(rows[row], logits[row], last[row], anchor[row])
-    forced, processing = iter(drafts.unbind(1)), Processing(LogitsProcessorList(WARPS[warp]))
-    if kind == "independent":
-        probs = processing.warp(logits[row].softmax(-1))
-    else:
-        probs = block.draft(lambda probs: (next(forced), processing.warp(probs)))[1]  # [K, 3, V]
-    chance = probs.gather(-1, drafts[..., None])[..., 0].prod(-1)
-    check_text(world, DraftTree.chain(drafts, probs), chance)
-
-
 @pytest.mark.by_day("gated", "selector", "hmm", "btree-rnn")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -238,21 +211,6 @@ def test_text_of_drawn_trees_has_the_targets_distribution(kind):
         found = block.next_log_probs(prefixes.expand(2, -1, -1)).softmax(-1)
         world.q[:, first : first + prefixes.shape[1]] = found
     check_text(world, *all_trees(world, [-1, -1, 0, 1], replacement=False))
-
-
-@pytest.mark.by_day("rnn", "selector", "cp", "hmm-gated")
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_text_of_best_first_trees_has_the_targets_distribution(kind):
-    words = DraftVocabulary(range(WORDS), WORDS)
-    law, world = law_of(kind, words), World("temperature", 3)
-    rows, logits, last, anchor = inputs_of(words, 2)
-    block = law.distribution(rows[:, None], logits[:, None], last[:, None], anchor[:, None])
-    growth = WindowGrowth(block, last[:, None])
-    sizes = {"depth": 2, "top_k": 2, "total_tokens": 8, "best_first": True}
-    tree = dynamic_tree(growth.first().log_softmax(-1), lambda *at: growth.after(*at).log_softmax(-1), **sizes)
-    assert tree.tokens.shape[1] == 7 and tree.depth == 3
-    check_text(world, tree, torch.ones(2, dtype=torch.float64))
 
 
 def blocks_of(law, m=M):
@@ -289,26 +247,13 @@ def test_options_that_do_not_fit_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=message):
             build_law(**options)
+    for options, message in (
+        ({"law": "makrov"}, "law='makrov'.*'selector'"),
+        ({"law": "markov", "law_options": {"rnk": 3}}, "law='markov' takes the law_options rank, kind"),
+    ):
+        with pytest.raises(StrictDataclassError, match=message):
+            BlockDrafterConfig(feature_layers=[1], **options)
 
 
 def test_the_configuration_knows_the_options_of_every_law():
     assert {law: tuple(inspect.signature(each).parameters)[1:] for law, each in LAWS.items()} == LAW_OPTIONS
-
-
-WRONG_LAWS = [
-    ({"law": "makrov"}, "law='makrov'.*'selector'"),
-    ({"law": "markov", "law_options": {"rnk": 3}}, "law='markov' takes the law_options rank, kind"),
-    ({"law": "independent", "law_options": {"rank": 3}}, "law='independent' takes the law_options none"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG_LAWS)
-def test_a_wrong_law_is_refused_by_name(options, message, tmp_path):
-    base = backbone("qwen3")
-    with pytest.raises(StrictDataclassError, match=message):
-        BlockDrafter.from_backbone(base, layers=1, **options)
-    BlockDrafter.from_backbone(base, layers=1).save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | options))
-    with pytest.raises(ValueError, match=message):
-        BlockDrafter.from_pretrained(tmp_path)

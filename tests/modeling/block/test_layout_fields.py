@@ -2,21 +2,17 @@
 
 import json
 import shutil
-from functools import reduce
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.backbones import backbone
-from tests.modeling.block.test_decoding import drafter_of
-from tests.modeling.block.test_golden import DATA, close, contexts
+from tests.modeling.block.test_golden import DATA, SMALL
 from tokenahead import BlockDrafter
 from tokenahead.modeling.common.stored_drafters import drafter_class, read_drafter
 from tokenahead.training.evaluation.methods import named_method
 
-SMALL = ("modelopt_dspark", "modelopt_swa", "zlab_dspark_fill_in", "zlab_dflash_interleaved")
 DSPARK, WINDOWS, FILL_IN, PAIRS = SMALL
 DFLASH, SPECULATORS, DEEPSPEC = "zlab_llama", "speculators_dspark", "deepspec_dspark_gated"
 COPIED = {
@@ -31,28 +27,6 @@ COPIED = {
 }
 
 
-@pytest.fixture
-def edited(tmp_path):
-    """Copies a golden's drafter, with other fields by dotted paths, and without those whose value is `...`."""
-
-    def edit(name, fields=None, tensors=None):
-        folder = tmp_path / name
-        shutil.copytree(DATA / name, folder, dirs_exist_ok=True)
-        config = json.loads((folder / "config.json").read_text())
-        for path, value in (fields or {}).items():
-            *levels, last = path.split(".")
-            inner = reduce(lambda part, level: part.setdefault(level, {}), levels, config)
-            inner.pop(last, None) if value is ... else inner.update({last: value})
-        (folder / "config.json").write_text(json.dumps(config))
-        if tensors is not None:
-            state = load_file(folder / "model.safetensors")
-            torch.save(tensors(state), folder / "pytorch_model.bin")
-            (folder / "model.safetensors").unlink()
-        return folder
-
-    return edit
-
-
 def read(folder, **options):
     """Fields and tensors of a drafter."""
     drafter = BlockDrafter.from_pretrained(folder, **options)
@@ -63,26 +37,6 @@ def check_same(one, other):
     (fields, tensors), (others, expected) = one, other
     assert fields == others and tensors.keys() == expected.keys()
     assert all(tensors[key].equal(expected[key]) for key in tensors)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", SMALL)
-def test_rows_laws_and_drafts_are_those_of_the_golden(name):
-    base = AutoModelForCausalLM.from_pretrained(DATA / "qwen3_small", dtype=torch.float32).eval()
-    drafter = BlockDrafter.from_pretrained(DATA / name, dtype=torch.float32).eval().attach(base)
-    gold, meta = load_file(DATA / name / "golden.safetensors"), json.loads((DATA / name / "meta.json").read_text())
-    assert drafter.feature_layers == meta["feature_hidden_states"]
-    assert (drafter.block_size, drafter.num_drafts) == (meta["block_size"], meta["drafts_per_block"])
-    for b in (0, 1):
-        text, context = gold[f"text.{b}"], contexts(base, drafter, gold[f"text.{b}"])
-        for index, start in enumerate(gold[f"starts.{b}"].tolist()):
-            block, drafts = drafter.block(context[:, :start], text[start][None]), gold[f"drafts.{b}"][index]
-            close(block.hidden[0], gold[f"hidden.{b}"][index])
-            laws = block.distribution.conditional_log_probs(drafts[None])[0]
-            close(laws, gold[f"logits.{b}"][index].log_softmax(-1))
-            assert block.distribution.greedy()[0].equal(drafts)
-            if f"confidence.{b}" in gold:
-                close(drafter.confidence(block, drafts[None])[0], gold[f"confidence.{b}"][index])
 
 
 @pytest.mark.by_day("modelopt_swa", "zlab_dspark_fill_in")
@@ -274,33 +228,6 @@ def test_ways_out_of_what_a_config_does_not_say(edited):
     drafter = BlockDrafter.from_pretrained(folder, block_size=5, sample_from_anchor=True)
     assert (drafter.block_size, drafter.num_drafts) == (5, 5)
     assert BlockDrafter.from_pretrained(folder, block_size=5, sample_from_anchor=False).num_drafts == 4
-
-
-@torch.no_grad()
-def test_interleaved_rope_of_every_map_is_turned(edited):
-    """Rows of neighbours of a drafter with biases, read as such, are those of halves."""
-    drafter = drafter_of(backbone("qwen3"), "independent", sample_from_anchor=False, attention_bias=True)
-    for key, tensor in drafter.state_dict().items():
-        if "self_attn" in key:
-            tensor.copy_(torch.randn_like(tensor))
-    folder = edited(DFLASH)
-    shutil.rmtree(folder)
-    drafter.export(folder, layout="z-lab")
-    wanted, size = read(folder), drafter.config.head_dim
-    order = torch.stack([torch.arange(size // 2), torch.arange(size // 2) + size // 2], 1).flatten()  # 0, D/2, 1, ...
-    state = load_file(folder / "model.safetensors")
-    turned = {
-        key: tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
-        if any(f"self_attn.{each}" in key for each in ("q_proj", "k_proj", "q_norm", "k_norm"))
-        else tensor
-        for key, tensor in state.items()
-    }
-    assert sum(not turned[key].equal(state[key]) for key in state) == 6 * drafter.config.num_hidden_layers
-    config = json.loads((folder / "config.json").read_text()) | {"rope_is_neox_style": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").unlink()
-    torch.save(turned, folder / "pytorch_model.bin")
-    check_same(read(folder), wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,10 @@
 """Layouts of block drafters: what is read, written, refused, and warned of."""
 
-import json
 import re
-import shutil
-import warnings
-from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.backbones import backbone
@@ -18,29 +13,11 @@ from tests.modeling.block.test_golden import CASES, DATA, pair
 from tests.models import left_padded
 from tests.test_tables import table
 from tokenahead import BlockDrafter, EagleHead
-from tokenahead.configuration.block import LAW_OPTIONS
 from tokenahead.modeling.block import layouts
 from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
-from tokenahead.training.evaluation.prompts import PromptEncoder
 
 DEEPSPEC, DSPARK, DFLASH, DFLASH2 = "deepspec_dspark_gated", "speculators_dspark", "speculators_dflash", "zlab_dflash2"
 IDS = torch.tensor([[5, 9, 33, 17, 46, 9, 19]])
-
-
-@pytest.fixture
-def edited(tmp_path):
-    """Copies a golden's checkpoint, with other fields (None: without them) and tensors."""
-
-    def edit(name, tensors=None, **fields):
-        folder = tmp_path / name
-        shutil.copytree(DATA / name, folder, dirs_exist_ok=True)
-        config = json.loads((folder / "config.json").read_text()) | fields
-        (folder / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
-        if tensors is not None:
-            save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
-        return folder
-
-    return edit
 
 
 def drafts(base, drafter):
@@ -125,12 +102,6 @@ def test_a_layout_holds_what_the_page_says(tmp_path):
         assert [getattr(again, name) for name in names] == [getattr(drafter.config, name) for name in names]
 
 
-def test_all_laws_are_in_the_table():
-    assert {(law, layout, options["sample_from_anchor"]) for law, layout, options, _ in documented_cells()} == set(
-        product(LAW_OPTIONS, ("z-lab", "speculators", "deepspec"), (True, False))
-    )
-
-
 def test_what_a_layout_cannot_hold_is_refused_by_name(tmp_path):
     for layout, law, options, message in [
         ("z-lab", "selector", {}, "conv_kernel_size=None"),
@@ -146,7 +117,7 @@ def test_what_a_layout_cannot_hold_is_refused_by_name(tmp_path):
         ("speculators", "selector", dict(conv_kernel_size=2, draft_ids=torch.arange(3, 40)), "law='selector'"),
         ("speculators", "independent", dict(causal=True), "causal=True"),
         ("z-lab", "markov", dict(mask_embedding=True), "mask_embedding=True"),
-        ("other", "independent", {}, "layout='other'.*deepspec, speculators, z-lab"),
+        ("other", "independent", {}, "layout='other'.*deepspec.*speculators.*z-lab"),
     ]:
         with pytest.raises(ValueError, match=message):
             drafter_of(backbone("qwen3"), law, **options).export(tmp_path / "new", layout=layout)
@@ -154,17 +125,17 @@ def test_what_a_layout_cannot_hold_is_refused_by_name(tmp_path):
 
 
 def test_which_rows_draft_is_never_guessed(edited):
-    silent = dict(sample_from_anchor=None)
+    silent = {"sample_from_anchor": ...}
     proposed = lambda count: {"speculators_config": {"proposal_methods": [{"speculative_tokens": count}]}}  # noqa: E731
     for count, first in ((5, True), (4, False)):
-        drafter = BlockDrafter.from_pretrained(edited(DSPARK, **silent, **proposed(count)))
+        drafter = BlockDrafter.from_pretrained(edited(DSPARK, silent | proposed(count)))
         assert drafter.config.sample_from_anchor is first
-    folder = edited(DSPARK, **silent, **proposed(7))
+    folder = edited(DSPARK, silent | proposed(7))
     with pytest.raises(ValueError, match="pass sample_from_anchor="):
         BlockDrafter.from_pretrained(folder)
     assert BlockDrafter.from_pretrained(folder, sample_from_anchor=False).num_drafts == 4
-    assert BlockDrafter.from_pretrained(edited(DFLASH, **silent, **proposed(6))).num_drafts == 5
-    assert BlockDrafter.from_pretrained(edited(DEEPSPEC, dspark_bonus_anchor=True)).num_drafts == 4
+    assert BlockDrafter.from_pretrained(edited(DFLASH, silent | proposed(6))).num_drafts == 5
+    assert BlockDrafter.from_pretrained(edited(DEEPSPEC, {"dspark_bonus_anchor": True})).num_drafts == 4
 
 
 def test_default_states_are_those_of_the_official_formula(edited):
@@ -172,22 +143,11 @@ def test_default_states_are_those_of_the_official_formula(edited):
     assert layouts.default_ids(32, 5) == [1, 8, 15, 22, 29]
     assert layouts.default_ids(36, 1) == [18]
     open_ids = {"mask_token_id": 90, "block_size": 5}
-    assert BlockDrafter.from_pretrained(edited("zlab_llama", dflash_config=open_ids)).feature_layers == [2, 5]
-    folder = edited("zlab_llama", dflash_config=open_ids, num_target_layers=None)
+    assert BlockDrafter.from_pretrained(edited("zlab_llama", {"dflash_config": open_ids})).feature_layers == [2, 5]
+    folder = edited("zlab_llama", {"dflash_config": open_ids, "num_target_layers": ...})
     with pytest.raises(ValueError, match="pass feature_layers="):
         BlockDrafter.from_pretrained(folder)
     assert BlockDrafter.from_pretrained(folder, feature_layers=[2, 5]).feature_layers == [2, 5]
-
-
-def test_fields_may_stand_at_the_top(edited):
-    fields = json.loads((DATA / DFLASH2 / "config.json").read_text())["dflash_config"]
-    again = BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=None, **fields)).config.to_dict()
-    wanted, moved = BlockDrafter.from_pretrained(DATA / DFLASH2).config.to_dict(), {"_name_or_path": None}
-    assert again | moved == wanted | moved
-    assert BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=fields, block_size=6)).block_size == 6
-    for name, other in {"block_size": 3, "output_multiplier": 7.0}.items():
-        with pytest.raises(ValueError, match=f"{name}=.*dflash_config.{name}="):
-            BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=fields, **{"block_size": 6, name: other}))
 
 
 def test_configs_that_say_too_little_or_something_else_are_refused(edited):
@@ -199,16 +159,16 @@ def test_configs_that_say_too_little_or_something_else_are_refused(edited):
         ("zlab_llama", {"architectures": ["OtherModel"]}, "OtherModel"),
         ("zlab_llama", {"dflash_config": {"block_size": 5, "target_layer_ids": [1, 4]}}, "mask_token_id"),
         ("zlab_llama", {"attention_sink_bias": True}, "attention_sink_bias"),
-        ("zlab_llama", {"use_swa": True, "sliding_window": None}, "swa_window_size"),
-        (DSPARK, {"aux_hidden_state_layer_ids": None}, "pass feature_layers="),
+        ("zlab_llama", {"use_swa": True, "sliding_window": ...}, "swa_window_size"),
+        (DSPARK, {"aux_hidden_state_layer_ids": ...}, "pass feature_layers="),
         (DSPARK, {"aux_hidden_state_layer_ids": [2, 4, 6]}, r"fc.weight has 64 columns.*feature_layers=\[2, 4, 6\]"),
-        (DEEPSPEC, {"target_layer_ids": None}, "target_layer_ids"),
-        (DEEPSPEC, {"hidden_size": None}, "hidden_size"),
-        (DEEPSPEC, {"rope_theta": None, "rope_parameters": None}, "rope_theta"),
-        ("zlab_llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "rope_theta"),
+        (DEEPSPEC, {"target_layer_ids": ...}, "target_layer_ids"),
+        (DEEPSPEC, {"hidden_size": ...}, "hidden_size"),
+        (DEEPSPEC, {"rope_theta": ..., "rope_parameters": ...}, "rope_theta"),
+        ("zlab_llama", {"rope_theta": ..., "rope_parameters": {"rope_type": "default"}}, "rope_theta"),
     ]:
         with pytest.raises(ValueError, match=message):
-            BlockDrafter.from_pretrained(edited(name, **fields))
+            BlockDrafter.from_pretrained(edited(name, fields))
 
 
 def test_tensors_that_do_not_belong_are_named(edited):
@@ -220,7 +180,7 @@ def test_tensors_that_do_not_belong_are_named(edited):
         (lambda state: state | {"d2t": state["d2t"][:-1]}, "d2t"),
     ]:
         with pytest.raises(ValueError, match=message):
-            BlockDrafter.from_pretrained(edited(DSPARK, change))
+            BlockDrafter.from_pretrained(edited(DSPARK, tensors=change))
 
 
 def test_old_names_of_tensors_are_read(edited):
@@ -230,9 +190,9 @@ def test_old_names_of_tensors_are_read(edited):
     }
     base, drafter = pair(DEEPSPEC)
     wanted = drafts(base, drafter)
-    assert drafts(base, BlockDrafter.from_pretrained(edited(DEEPSPEC, old), dtype=torch.float32)) == wanted
+    assert drafts(base, BlockDrafter.from_pretrained(edited(DEEPSPEC, tensors=old), dtype=torch.float32)) == wanted
     books = lambda state: {f"{k}.weight" if k.endswith("codebook") else k: each for k, each in state.items()}  # noqa: E731
-    assert BlockDrafter.from_pretrained(edited(DFLASH2, books)).law == "selector"
+    assert BlockDrafter.from_pretrained(edited(DFLASH2, tensors=books)).law == "selector"
 
 
 def test_backbones_that_it_was_not_made_for_are_refused(edited):
@@ -242,7 +202,7 @@ def test_backbones_that_it_was_not_made_for_are_refused(edited):
         (DEEPSPEC, {"num_target_layers": 9}, "num_hidden_layers.*9.*7"),
     ]:
         base = AutoModelForCausalLM.from_pretrained(DATA / CASES[name], dtype=torch.float32)
-        drafter = BlockDrafter.from_pretrained(edited(name, **fields))
+        drafter = BlockDrafter.from_pretrained(edited(name, fields))
         with pytest.raises(ValueError, match=message):
             drafter.attach(base)
         with pytest.raises(ValueError, match="hidden_size|vocab_size|num_hidden_layers"):
@@ -281,7 +241,7 @@ def test_an_embedding_of_the_mask_token_may_lie_beside_the_weights(edited, tmp_p
 
 
 def test_code_beside_a_checkpoint_is_never_run(edited):
-    folder = edited(DSPARK, auto_map={"": "config.DSparkSpeculatorConfig", "AutoModel": "config.Model"})
+    folder = edited(DSPARK, {"auto_map": {"": "config.DSparkSpeculatorConfig", "AutoModel": "config.Model"}})
     (folder / "config.py").write_text("raise SystemExit('this ran')\n")
     assert read_drafter(folder, trust_remote_code=True).num_drafts == 5
 
@@ -299,20 +259,7 @@ def test_names_of_others_lead_to_their_classes():
 def test_tables_in_a_checkpoint_that_differ_from_the_backbones_are_used(edited):
     moved = lambda state: state | {"lm_head.weight": state["lm_head.weight"].flip(0)}  # noqa: E731
     base, drafter = pair(DEEPSPEC)
-    again = BlockDrafter.from_pretrained(edited(DEEPSPEC, moved), dtype=torch.float32)
+    again = BlockDrafter.from_pretrained(edited(DEEPSPEC, tensors=moved), dtype=torch.float32)
     assert drafts(base, again) != drafts(base, drafter)
     inputs, options = left_padded([IDS[0], IDS[0, :3]]), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert base.generate(**inputs, **options, assistant_model=again).equal(base.generate(**inputs, **options))
-
-
-def test_templates_that_let_the_backbone_think_are_warned_of():
-    _, drafter = pair(DSPARK)
-    tokenizer = SimpleNamespace(chat_template="{% if enable_thinking is false %}<think></think>{% endif %}")
-    with pytest.warns(UserWarning, match="BlockDrafter.*enable_thinking"):
-        PromptEncoder(tokenizer).warn_of_thinking([None, drafter])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        PromptEncoder(tokenizer, thinks=False).warn_of_thinking([drafter])
-        PromptEncoder(tokenizer, chats=False).warn_of_thinking([drafter])
-        PromptEncoder(tokenizer).warn_of_thinking([None])
-        PromptEncoder(SimpleNamespace(chat_template="{{ x }}")).warn_of_thinking([drafter])

@@ -178,16 +178,6 @@ def test_every_row_of_a_trainer_has_its_number_of_blocks(tmp_path, monkeypatch):
     assert found[-1].tolist() == [5] * 4
 
 
-def test_rows_of_blocks_are_those_of_decoding():
-    drafter = drafter_of("windows").train()
-    states = drafter.backbone(IDS, output_hidden_states=True).hidden_states
-    context, anchors = drafter.fuse(states), torch.arange(1, 13).expand(2, -1)
-    rows = block_rows(drafter, context, BlockBatch.of(IDS, IDS > -1, None, None).at(anchors))
-    for column in (0, 5, 11):
-        block = drafter.block(context[:, : column + 1], IDS[:, column + 1])
-        torch.testing.assert_close(rows[:, column], block.hidden, atol=1e-6, rtol=0)
-
-
 def test_distributions_along_a_text_are_those_of_decoding():
     drafter = drafter_of("hmm").eval()
     found = drafter.distributions({"input_ids": IDS}, 3)

@@ -1,7 +1,6 @@
 """Modules of Inkling: logits equal those of transformers' own layers, composed by hand as vLLM's model file does."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -95,64 +94,6 @@ def test_modules_beside_a_tower_have_official_names(tmp_path):
         torch.testing.assert_close(got[is_real.bool()], want[is_real.bool()], atol=1e-5, rtol=0)
 
 
-@torch.no_grad()
-def test_drafts_behind_sound():
-    """Modules read the features of a frame instead of a placeholder."""
-    model, ids = tower_model("inkling_mm_model", 5, seed=4), torch.tensor([[1, 3, 3, 3, 0, 2], [0, 1, 3, 3, 2, 3]])
-    model.config.audio_token_id = 3
-    sound = torch.randint(0, 8, (2, 3, 4), generator=torch.Generator().manual_seed(0))
-    one, other = (model(ids, audio_input_ids=given).mtp_logits[0] for given in (sound, sound.flip(0)))
-    assert not torch.allclose(one, other, atol=1e-2)
-    options = dict(max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0, suppress_tokens=[3, 4])
-    plain = model.main.generate(ids, audio_input_ids=sound, **options)
-    out = model.generate(ids, audio_input_ids=sound, return_dict_in_generate=True, num_assistant_tokens=2, **options)
-    assert torch.equal(out.sequences, plain) and sum(map(sum, out.speculation.rows_accepted)) > 0
-
-
-@torch.no_grad()
-def test_official_fields_are_read(tmp_path):
-    """The fields of modules are not among those of the text, whose widths and kinds of layers have other names."""
-    model, ids = tower_model("inkling_mm_model"), random_ids()
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    text = config["text_config"]
-    config["mtp_config"] = {
-        "num_nextn_predict_layers": text.pop("num_mtp_layers"),
-        "chain_hidden_post_norm": text.pop("chain_hidden_post_norm"),
-        "local_layer_ids": text.pop("mtp_local_layer_ids"),
-    }
-    text["dense_intermediate_size"], text["intermediate_size"] = text["intermediate_size"], 16
-    text |= {"sconv_kernel_size": text.pop("conv_kernel_size"), "local_layer_ids": [1], "dense_mlp_idx": 1}
-    del text["layer_types"], text["mlp_layer_types"], text["moe_intermediate_size"]
-    path.write_text(json.dumps(config))
-    again = DeepSeekMTP.from_pretrained(tmp_path)
-    assert again.num_modules == 2 and again.mtp[0].norm is again.mtp[1].norm
-    for got, want in zip((again(ids).logits, *again(ids).mtp_logits), (model(ids).logits, *model(ids).mtp_logits)):
-        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-
-
-@torch.no_grad()
-def test_rows_that_pad_the_head_are_no_tokens():
-    model, ids = family_model("inkling_text", 0, 2, unpadded_vocab_size=90), random_ids(2, 9) % 90
-    out = model(ids)
-    assert out.logits.shape[-1] == out.mtp_logits[0].shape[-1] == 90
-    torch.testing.assert_close(out.logits, model.main(ids).logits)
-    options = dict(max_new_tokens=8, do_sample=False)
-    plain = model.generate(ids, use_mtp=False, **options)
-    assert torch.equal(model.generate(ids, **options), plain)
-    torch.manual_seed(0)
-    assert model.generate(ids, max_new_tokens=8, do_sample=True).max() < 90
-
-
-def test_chains_deeper_than_the_modules_learn_nothing():
-    """A further depth would convolve its own inputs with those of the depths before it."""
-    model, ids = family_model("inkling_text", 0, 2), random_ids()
-    model.loss_options.unroll_steps = 3
-    with pytest.raises(ValueError, match="unroll_steps.*inkling_text"):
-        model(ids, labels=ids)
-
-
 def test_one_norm_learns_from_all_modules_and_stays_one():
     model, ids = family_model("inkling_text", 0, 2), random_ids()
     model(ids, labels=ids).loss.backward()
@@ -162,11 +103,3 @@ def test_one_norm_learns_from_all_modules_and_stays_one():
     assert twin.mtp[0].norm is twin.mtp[1].norm is not model.mtp[0].norm
     loaded = twin.load_state_dict(model.state_dict())
     assert not loaded.missing_keys and not loaded.unexpected_keys
-
-
-def test_the_text_of_official_files_is_not_loaded_alone(tmp_path):
-    """transformers reads the official names for the whole model, and its own names for the text alone."""
-    model = tower_model("inkling_mm_model")
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model\.layers\.0\."):
-        DeepSeekMTP.from_pretrained(tmp_path, config=model.config.get_text_config())

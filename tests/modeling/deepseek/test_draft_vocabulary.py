@@ -66,15 +66,6 @@ def test_samples_follow_the_target(model, rule):
     assert cells.any(1).all() and chi_square(cells.long().argmax(1), distribution) > 0.001
 
 
-@pytest.mark.nightly
-def test_processors_that_leave_nothing_to_draft(model):
-    kept = [3, 4, 5]
-    torch.manual_seed(1)
-    options = {"do_sample": True, "max_new_tokens": 12, "suppress_tokens": kept, "draft_vocabulary": kept}
-    out = model.generate(torch.arange(20, 30)[None], pad_token_id=0, return_dict_in_generate=True, **options)
-    assert not set(out.sequences[0, 10:].tolist()) & set(kept) and set(out.speculation.accepted) == {0}
-
-
 @pytest.mark.core
 @torch.no_grad()
 def test_logits_are_the_head_s_of_those_rows_also_once_it_was_trained():

@@ -94,14 +94,6 @@ def test_paper_divides_every_depth_by_the_main_model_s_targets():
     torch.testing.assert_close(mean, heads[0] + 0.15 * heads[1:].sum())
 
 
-def test_near_depths_may_weigh_more():
-    model, ids = family_model("llama"), random_ids(2)
-    model.loss_options.unroll_steps, model.loss_options.decay = 3, 0.5
-    out = model(ids, labels=ids)
-    shares = torch.tensor([4.0, 2.0, 1.0]) / 7
-    torch.testing.assert_close(out.loss, out.head_losses[0] + 0.3 * (shares * out.head_losses[1:]).sum())
-
-
 @pytest.mark.core
 def test_options_are_checked_and_kept_in_the_folder(tmp_path):
     from tokenahead import DeepSeekMTP
@@ -191,3 +183,11 @@ def test_heads_of_their_own_learn_where_the_main_models_is_held():
     own = {id(each): each for depth in range(1, model.window) for each in [model.readout_of(depth)]}
     assert own and all(each.has_own_head for each in own.values())
     assert all(each.head.weight.grad is not None and each.head.weight.grad.any() for each in own.values())
+
+
+def test_near_depths_may_weigh_more():
+    model, ids = family_model("llama"), random_ids(2)
+    model.loss_options.unroll_steps, model.loss_options.decay = 3, 0.5
+    out = model(ids, labels=ids)
+    shares = torch.tensor([4.0, 2.0, 1.0]) / 7
+    torch.testing.assert_close(out.loss, out.head_losses[0] + 0.3 * (shares * out.head_losses[1:]).sum())

@@ -4,7 +4,6 @@ to."""
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids
-from tokenahead import AssistantDrafter, DeepSeekMTP
+from tokenahead import DeepSeekMTP
 
 GOLDENS = Path(__file__).parents[2] / "data" / "deepseek_mtp"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
@@ -86,14 +85,6 @@ def test_shards_are_written_with_an_index_and_leave_none_of_an_earlier_save(save
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
     model.save_pretrained(saved)
     assert not list(saved.glob("model-*"))
-
-
-@pytest.mark.nightly
-def test_saving_leaves_the_model_as_it_was(saved):
-    model = DeepSeekMTP.from_pretrained(saved)
-    before = model.config.to_dict()
-    model.save_pretrained(saved)
-    assert model.config.to_dict() == before and isinstance(model.config.dtype, torch.dtype)
 
 
 def test_dtype_is_that_of_the_folder_unless_given(saved):
@@ -175,11 +166,6 @@ def test_another_number_of_modules_is_refused(saved, count):
         DeepSeekMTP.from_pretrained(saved)
 
 
-def test_families_that_are_not_held_are_refused_with_the_reason():
-    with pytest.raises(ValueError, match="'step3p5': .*step3p7"):
-        DeepSeekMTP(SimpleNamespace(model_type="step3p5"))
-
-
 def test_modules_are_counted_in_the_file_where_the_config_does_not_say(tmp_path):
     folder = GOLDENS / "qwen3_next_d1_trained"
     shutil.copytree(folder, tmp_path / "copy")
@@ -215,14 +201,6 @@ def test_of_the_config_only_fields_of_modules_are_judged(fields, refused, tmp_pa
         return
     options = {} if refused is None else {"ignore_fields": [refused]}
     assert DeepSeekMTP.from_pretrained(tmp_path / "copy", **options).num_modules == 1
-
-
-@pytest.mark.nightly
-def test_variants_of_files_are_found(saved):
-    (saved / "model.safetensors").rename(saved / "model.fp16.safetensors")
-    assert DeepSeekMTP.from_pretrained(saved, variant="fp16").num_modules == 2
-    with pytest.raises(ValueError, match="model.bf16.safetensors"):
-        DeepSeekMTP.from_pretrained(saved, variant="bf16")
 
 
 @pytest.mark.by_day("inferred")
@@ -288,16 +266,3 @@ def test_a_model_made_on_the_meta_device_initialises_itself(name):
     assert all(torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers())
     stds = {key: tensor.std() for key, tensor in expected.state_dict().items() if tensor.ndim > 1}
     assert all(0.5 * stds[key] < model.state_dict()[key].std() < 2 * stds[key] for key in stds)
-
-
-@pytest.mark.nightly
-def test_transformers_assisted_loop_does_not_run_on_a_recurrent_main_model():
-    model, assistant, ids = family_model("qwen3_next"), family_model("llama"), random_ids(1, 9)
-    options = {"do_sample": False, "max_new_tokens": 8}
-    expected = model.generate(ids, use_mtp=False, **options)
-    assert torch.equal(model.generate(ids, **options), expected)
-    for drafts in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 2}):
-        with pytest.raises(ValueError, match="stateful"):
-            model.generate(ids, **drafts, **options)
-    drafter = AssistantDrafter(assistant).attach(model)
-    assert torch.equal(model.generate(ids, assistant_model=drafter, **options), expected)

@@ -12,6 +12,7 @@ from transformers.models.glm5_next import modeling_glm5_next as glm
 from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen
 
 from tests.families import family_model, random_ids
+from tests.modeling.deepseek.composed import normed
 from tests.towers import image_batch, tower_model
 from tokenahead import BlockDrafter, DeepSeekMTP
 from tokenahead.training.loading import causal_class
@@ -33,11 +34,7 @@ def test_glm5_next(tmp_path):
     found = model(**batch, output_mtp_logits=True).mtp_logits
     assert len(found) == 2
 
-    def norm(name, states):
-        layer = glm.Glm5NextTextRMSNorm(32, config.rms_norm_eps)
-        layer.load_state_dict({"weight": files[f"{name}.weight"]})
-        return layer(states)
-
+    norm = normed(glm.Glm5NextTextRMSNorm, files, config.rms_norm_eps)
     for k, module in enumerate(model.mtp):
         name, hidden, real = f"model.language_model.layers.{3 + k}.", hidden[:, :-1], real[:, :-1]
         joined = torch.cat([norm(name + "enorm", embeds[:, k + 1 :]), norm(name + "hnorm", hidden)], -1)
@@ -129,11 +126,7 @@ def test_deepseek_v4(tmp_path):
     own = type(config)(**config.to_dict() | {"layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["moe"] * 3})
     own._attn_implementation = "eager"
 
-    def norm(name, states):
-        layer = deepseek.DeepseekV4RMSNorm(32, config.rms_norm_eps)
-        layer.load_state_dict({"weight": files[f"{name}.weight"]})
-        return layer(states)
-
+    norm = normed(deepseek.DeepseekV4RMSNorm, files, config.rms_norm_eps)
     for k, module in enumerate(model.mtp):
         name, streams = f"mtp.{k}.", streams[:, :-1]
         added = norm(name + "enorm", embeds[:, k + 1 :]) @ files[name + "e_proj.weight"].T

@@ -61,31 +61,22 @@ def bind_forwards(copied: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class LayerDivision:
-    """How tensor parallelism divides a linear layer: each process reads, or returns, some of the features.
+    """How tensor parallelism divides a linear layer: each process reads, or returns, some of the features."""
 
-    Attributes:
-        mesh: The processes.
-        placement: Of the weight [out, in] among them.
-        of_inputs: Whether the features that it reads are divided, or those that it returns.
-    """
-
-    mesh: DeviceMesh
-    placement: Placement
-    of_inputs: bool
+    mesh: DeviceMesh  # the processes
+    placement: Placement  # of the weight [out, in] among them
+    of_inputs: bool  # whether it reads a part of the features, or returns one
 
     @classmethod
     def of(cls, layer: nn.Module) -> LayerDivision | None:
-        """Return the division of a layer; None: it reads and returns all features.
-
-        Raises:
-            ValueError: Gradients of what it returns are not those of all processes.
-        """
-        held = _closure_of(layer)
-        if not held:
+        """Return the division of a layer; None: it reads and returns all features."""
+        if not (held := _closure_of(layer)):
             return None
         style, weight = held["self"], layer.get_parameter("weight")
         if not isinstance(weight, DTensor):
-            raise ValueError(f"tensor parallelism by {type(style).__name__}: adapters cannot follow it; load it whole")
+            raise ValueError(
+                f"tensor parallelism by {type(style).__name__}: adapters cannot follow it"
+            )  # nor gradients
         [placement] = weight.placements
         of_inputs = placement.is_shard(1)
         outside = getattr(style, "input_layouts" if of_inputs else "output_layouts", Shard(-1))
@@ -126,12 +117,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def share_draws(model: nn.Module) -> None:
     """Let all processes that hold parts of a model draw the same random numbers, those of the first."""
-    if tensor_parallel_size(model) > 1:
-        mesh = next(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
-        source = torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)
-        state = source.get_rng_state().to(mesh.device_type)
-        distributed.broadcast(state, group=mesh.get_group("tp" if mesh.ndim > 1 else None), group_src=0)
-        source.set_rng_state(state.cpu())
+    if tensor_parallel_size(model) == 1:
+        return
+    mesh = next(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    source = torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)
+    state = source.get_rng_state().to(mesh.device_type)
+    distributed.broadcast(state, group=mesh.get_group("tp" if mesh.ndim > 1 else None), group_src=0)
+    source.set_rng_state(state.cpu())
 
 
 def check_whole(model: nn.Module, purpose: str) -> None:
@@ -148,24 +140,20 @@ def holds_shares(model: nn.Module, learn: bool = False) -> bool:
 
 
 def training_size(model: nn.Module, reader: str) -> int | None:
-    """Return among how many processes a model is divided on which something learns, or None: it is whole.
-
-    Processes besides these are refused: nobody would add their gradients.
-    """
-    size, world = tensor_parallel_size(model), distributed.get_world_size() if distributed.is_initialized() else 1
-    if size > 1 and (size != world or getattr(model, "_tp_size", None) != size):
-        raise ValueError(
-            f"a trainer of {reader}: tensor parallelism divides {type(model).__name__} among tp_size={size} of {world} "
-            "processes: load it over all of them (tp_plan='auto'), or whole, with strategy shard_backbone"
-        )
-    return size if size > 1 else None
+    """Return among how many processes a model is divided on which something learns, or None: it is whole."""
+    if (size := tensor_parallel_size(model)) == 1:
+        return None
+    if size != (world := distributed.get_world_size()) or getattr(model, "_tp_size", None) != size:
+        # nobody would add the gradients of the others
+        among = f"{type(model).__name__} is divided among tp_size={size} of {world} processes"
+        raise ValueError(f"a trainer of {reader}: {among}: load it over all of them (tp_plan='auto'), or whole")
+    return size
 
 
 def shard(model: PreTrainedModel, device: torch.device) -> None:
-    """Divide the layers of a frozen model among all processes (FSDP2), which gather each one for its forward.
+    """Divide the layers of a frozen model among all processes (FSDP2), if it is not; it computes on `device`.
 
-    Embeddings, norms and unembedding, which drafters read, stay whole, and so does what learns within layers. Nothing
-    changes in a model that is sharded already, nor in a run of one process. It computes on `device`.
+    Embeddings, norms and unembedding, which drafters read, stay whole, and so does what learns within layers.
     """
     if is_sharded(model) or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
@@ -191,15 +179,7 @@ def load_sharded(
     """Load a frozen causal language model whose layers are divided among all processes: none ever holds it whole.
 
     Each process reads its own shares of the files. Embeddings, norm and unembedding, which drafters read, are whole.
-
-    Args:
-        name: Directory or Hub repository.
-        load: Loads it as transformers does.
-        **options: Of `from_pretrained`.
-
-    Example:
-        >>> backbone = load_sharded("meta-llama/Llama-3.3-70B-Instruct", dtype=torch.bfloat16)
-        >>> head = EagleHead.from_backbone(backbone)
+    Options are those of `from_pretrained`.
     """
     world = distributed.get_world_size() if distributed.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -226,24 +206,18 @@ def _make_root(model: FSDPModule) -> None:
 @contextmanager
 def shares_hidden(model: nn.Module) -> Iterator[None]:
     """Take the shares of processes out of a model, which have no gradients: DDP keeps in step what is whole alone."""
-    shares = {
-        module: {name: each for name, each in module._parameters.items() if isinstance(each, DTensor)}
-        for module in model.modules()
-    }
-    held = [(module, own, list(module._parameters)) for module, own in shares.items() if own]
+    held = {module: module._parameters for module in model.modules()}
     try:
-        for module, own, _ in held:
-            for name in own:
-                del module._parameters[name]
-            vars(module).update(own)  # FSDP2 reads them
+        for module, every in held.items():
+            shares = {name: each for name, each in every.items() if isinstance(each, DTensor)}
+            module._parameters = {name: each for name, each in every.items() if name not in shares}
+            vars(module).update(shares)  # FSDP2 reads them
         yield
     finally:
-        for module, own, names in held:
-            for name in own:
-                del vars(module)[name]
-            whole = module._parameters | own
-            module._parameters.clear()
-            module._parameters.update({name: whole[name] for name in names})
+        for module, every in held.items():
+            for name in every.keys() - module._parameters.keys():
+                vars(module).pop(name, None)
+            module._parameters = every | module._parameters  # in the order before
 
 
 def gathered_state(model: nn.Module) -> dict[str, Tensor] | None:
@@ -262,10 +236,7 @@ def gather(modules: Iterable[object]) -> None:
 
 @contextmanager
 def readable(model: PreTrainedModel) -> Iterator[None]:
-    """Keep gathered, between forwards, what drafters read of a model that FSDP2 shards: embeddings, norm, unembedding.
-
-    All processes must enter, leave and call the model equally often.
-    """
+    """Keep gathered, between forwards, what drafters read of a model that FSDP2 shards; all processes must do so."""
     parts = dict.fromkeys([model, model.base_model, model.get_input_embeddings(), model.get_output_embeddings()])
     shared = [part for part in parts if part is not None and holds_shares(part)]  # not what is whole anyway
     units = [part for part in shared if isinstance(part, FSDPModule)]
@@ -283,8 +254,7 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
 def call(module: nn.Module, *args: object) -> Any:
     """Return `module(*args)`; of an FSDP2 unit without its hooks.
 
-    A loss in chunks runs backward through the unembedding while the model's forward is still running, which hooks would
-    take for the end of the unit's own backward: they would free its weight and leave later gradients unreduced.
+    They would take a backward of a chunk of the loss, amid the forward, for the end of the unit's own.
     """
     if not is_unit(module):
         return module(*args)

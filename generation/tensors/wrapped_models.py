@@ -21,8 +21,6 @@ Model = TypeVar("Model")
 Kwargs = dict[str, Any]
 """Keyword arguments by name."""
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
-_LAYER_ROWS = 4
-"""Rows of every matrix of a decoder that its fingerprint reads, to 7."""
 _OF_FRAMEWORKS = ("torch.", "transformers.", "accelerate.", "deepspeed.")
 _PER_SEQUENCE = {"adapter_names", "alora_offsets"}
 """Arguments of a PeftModel that its layers get by hooks, with one value for each sequence."""
@@ -67,21 +65,19 @@ def is_base(method: Callable[..., object]) -> bool:
 def fingerprint(model: PreTrainedModel) -> str | None:
     """Return the text by which a drafter identifies its backbone: `SHAPES DIGEST/DIGEST OF LAYERS`.
 
-    The first part is of the unembedding and the last norm, at most 1,024 rows of each; the second one of a few rows of
-    every matrix of the decoder, and missing where these cannot be read or carry adapters. Numbers are read as bfloat16,
-    so that a model has one fingerprint in float32 and bfloat16. None: not even the first part can be read, because
-    weights are quantised, sharded, offloaded or in float16.
+    The first part is of the unembedding and the last norm, the second one of a few rows of every matrix of the decoder,
+    and missing where these cannot be read or carry adapters. Numbers are read as bfloat16, so that a model has one
+    fingerprint in float32 and bfloat16. None: weights are quantised, sharded, offloaded or in float16.
     """
     if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
-    unembedding, decoder = model.get_output_embeddings(), untyped(model).get_decoder()
+    weight, decoder = getattr(model.get_output_embeddings(), "weight", None), cast(Any, model).get_decoder()
     norms = [part.weight for part in decoder.children() if isinstance(getattr(part, "weight", None), nn.Parameter)]
-    weight = getattr(unembedding, "weight", None)
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
     if (ends := _digest(weights, 1024)) is None:
         return None
     matrices = [each for each in decoder.parameters() if each.dim() > 1]
-    layers = None if carries_adapters(model) else _digest(matrices, _LAYER_ROWS)
+    layers = None if carries_adapters(model) else _digest(matrices, 4)
     shapes = " ".join("x".join(map(str, weight.shape)) for weight in weights)
     return f"{shapes} {ends}" + (f"/{layers}" if layers else "")
 
@@ -113,8 +109,8 @@ def checkpoints_activations(model: nn.Module) -> bool:
 def checkpointing_paused(model: nn.Module) -> Iterator[None]:
     """Pause activation checkpointing inside `model` where there are no gradients: layers drop their cache meanwhile."""
     idle = model.training and not torch.is_grad_enabled()
-    states = [vars(module) for module in model.modules()] if idle else []
-    paused = [state for state in states if state.get("gradient_checkpointing")]
+    modules = model.modules() if idle else ()
+    paused = [each for each in map(vars, modules) if each.get("gradient_checkpointing")]
     try:
         for state in paused:
             state["gradient_checkpointing"] = False
@@ -156,9 +152,7 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     if hasattr(model, "peft_config") and not ignore_adapters:
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
     if is_sharded(model) or any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} is sharded by FSDP2 or offloaded: load it whole, without a device_map"
-        )
+        raise ValueError(f"{type(model).__name__} is sharded by FSDP2 or offloaded: load it whole")
     # a shallow copy of a parameter of any class is another parameter over the same tensor
     tensors = {id(each): copy.copy(each) for each in model.parameters() if not isinstance(each, DTensor)}
     shares = (each for each in model.parameters() if isinstance(each, DTensor))  # whose copies would be no leaves
@@ -187,16 +181,20 @@ def has_foreign_hooks(model: nn.Module) -> bool:
 
 def peft_arguments(model: nn.Module) -> set[str]:
     """Return which arguments of a PeftModel its layers get in this call, for each sequence."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return {name for hook in hooks for name in _PER_SEQUENCE & getattr(hook, "keywords", {}).keys()}
+    return {name for _, _, names in _peft_hooks(model) for name in names}
 
 
 def drop_peft_arguments(model: nn.Module) -> None:
     """Remove the hooks that hand on such arguments: peft leaves them where a call ends with an error."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if _PER_SEQUENCE & getattr(hook, "keywords", {}).keys():
-                del module._forward_pre_hooks[key]
+    for hooks, key, _ in _peft_hooks(model):
+        del hooks[key]
+
+
+def _peft_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int, set[str]]]:
+    """Return such hooks, by their table and key, and what they hand on."""
+    hooks = [(table, key) for module in model.modules() for table in [module._forward_pre_hooks] for key in table]
+    named = ((table, key, _PER_SEQUENCE & getattr(table[key], "keywords", {}).keys()) for table, key in hooks)
+    return [each for each in named if each[2]]
 
 
 class PicklableMixin(nn.Module):
@@ -209,14 +207,10 @@ class PicklableMixin(nn.Module):
 
 
 class WrapperMixin:
-    """The embeddings of a backbone, for a model around it.
-
-    Attributes:
-        takes_shares: Whether it learns where processes share a frozen backbone.
-    """
+    """The embeddings of a backbone, for a model around it."""
 
     base_model_prefix: str
-    takes_shares = False
+    takes_shares = False  # whether it learns where processes share a frozen backbone
 
     @property
     def inner(self) -> PreTrainedModel:
@@ -255,28 +249,17 @@ class WrapperMixin:
 
 def carries_adapters(model: nn.Module) -> bool:
     """Return whether peft has wrapped a model or put adapters into it."""
-    return hasattr(model, "peft_config") or bool(adapted_layers(model))
+    return hasattr(model, "peft_config") or any(map(_is_adapted, model.modules()))
 
 
-def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the layers that peft has adapted (each a `BaseTunerLayer`), with their names."""
+def _is_adapted(layer: nn.Module) -> bool:
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # without an import nothing can be adapted
-    if tuners is None:
-        return []
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
+    return tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
 
 
 def base_layer(layer: nn.Module) -> nn.Module:
     """Return the layer that peft has adapted, or the layer itself."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    is_adapted = tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
-    return untyped(layer).get_base_layer() if is_adapted else layer
-
-
-def has_learned_prompts(model: Any) -> bool:
-    """Return whether a PeftModel puts learned prompts before the text, of which the model within knows nothing."""
-    configs = getattr(uncompiled(model), "peft_config", {})
-    return uncompiled(model) is not unwrap(model) and any(config.is_prompt_learning for config in configs.values())
+    return cast(Any, layer).get_base_layer() if _is_adapted(layer) else layer
 
 
 def merged_copy(model: Any) -> PreTrainedModel:
@@ -284,15 +267,16 @@ def merged_copy(model: Any) -> PreTrainedModel:
     wrapped, within = uncompiled(model), unwrap(model)
     if not carries_adapters(wrapped):
         return sharing_copy(within)
-    if has_learned_prompts(model):
+    if wrapped is not within and any(config.is_prompt_learning for config in wrapped.peft_config.values()):
         raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; pass the model within")
     if saved := next((name for name, _ in within.named_modules() if name.endswith(".modules_to_save")), None):
         raise ValueError(f"{saved}: merge_and_unload() the PeftModel first")
     if any(type(layer).__name__ == "GatedLinear" for layer in within.modules()):
         raise ValueError("gated adapters of a PTPForCausalLM cannot be merged: pass the model that it was made from")
     copied = sharing_copy(within, ignore_adapters=True)
-    for name, layer in adapted_layers(copied):
-        copied.set_submodule(name, _merged(layer))
+    for name, layer in [*copied.named_modules()]:
+        if _is_adapted(layer):
+            copied.set_submodule(name, _merged(layer))
     for name in ("peft_config", "_hf_peft_config_loaded"):
         vars(copied).pop(name, None)
     return copied
@@ -304,7 +288,8 @@ def adapter_marks(model: nn.Module) -> tuple[Hashable, ...]:
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple(getattr(layer, "scaling", {}).items())
         + tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in layer.parameters())
-        for _, layer in adapted_layers(model)
+        for layer in cast(Iterator[Any], model.modules())
+        if _is_adapted(layer)
     )
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from inspect import Parameter, signature
 
 from torch import Tensor
-from transformers import (
-    Cache,
-    DynamicCache,
-    PreTrainedModel,
-    cache_utils,
-)
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,

@@ -21,7 +21,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
@@ -69,11 +69,11 @@ class CompressedLayer(RaggedLayer):
             self._hold(f"overlap_from_{name}", layout.ends // self.rate - 1)  # [B]
             given["compressed_kv"][name] = None
 
-    def _hold(self, name: str, states: torch.Tensor | None) -> None:
+    def _hold(self, name: str, states: Tensor | None) -> None:
         setattr(self, name, states)
         self.states = (*self.states, (name, 1))
 
-    def _first(self, like: torch.Tensor) -> torch.Tensor:
+    def _first(self, like: Tensor) -> Tensor:
         """Return the window that the end of each sequence lies in, [B] int64."""
         return (self.layout.ends // self.rate).to(like.device)
 
@@ -82,16 +82,14 @@ class CompressedLayer(RaggedLayer):
         return (length + self.layout.block_offset + self.fed) // self.rate
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if not self.compressors:
             return super().update(key_states, value_states)
         keys = self._written("keys", 2, key_states)
         return keys, keys
 
-    def store_compression_weights(
-        self, name: str, kv: torch.Tensor, gate: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
         """Write a block [B, F, d], and return that of the windows to compress [B, n rate, d], and their shifts [n].
 
         The shifts make positions of windows 0.
@@ -108,9 +106,7 @@ class CompressedLayer(RaggedLayer):
         kv, gate = (ring[row, columns % ring.shape[1]] for ring in rings)  # [B, n rate, d] each
         return kv, gate, -self.rate * cached_arange(count, kv.device)  # the last one is [n]
 
-    def update_overlap_state(
-        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
-    ) -> list[torch.Tensor]:
+    def update_overlap_state(self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int) -> list[Tensor]:
         """Return what the windows before those of a chunk [B, n, rate, d] give to them, two of [B, rate, head_dim]."""
         first, priors = self._first(chunk_kv), []
         index = first - 1 - getattr(self, f"overlap_from_{name}").to(first.device)  # [B]
@@ -123,7 +119,7 @@ class CompressedLayer(RaggedLayer):
         setattr(self, f"overlap_from_{name}", first - 1)
         return priors
 
-    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Write entries [B, n, d] that were rotated by 0, and return those of all windows that any sequence closed."""
         held = getattr(self, f"compressed_kv_{name}")
         if count := compressed.shape[1]:
@@ -136,7 +132,7 @@ class CompressedLayer(RaggedLayer):
             setattr(self, f"compressed_kv_{name}", held)
         return compressed if held is None else held[:, : max(map(self._full, self.layout.lengths))]
 
-    def _rotated(self, entries: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, entries: Tensor, windows: Tensor) -> Tensor:
         """Return entries [B, n, d] of windows [B, n], rotated by the position that each begins with."""
         from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
@@ -182,14 +178,7 @@ class CompressedBackbone(RaggedBackbone):
                 layer.rotary = compressor.get_submodule("rotary_emb")
                 self.heavy += [compressor] if layer.compressors == ["compressor"] else []
 
-    def _call(
-        self,
-        block: torch.Tensor,
-        depths: torch.Tensor,
-        tree: DraftTree | None,
-        last: int | None,
-        options: Kwargs,
-    ) -> Any:
+    def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
         if block.shape[1] > 1 or self.layout.is_even:
             with self._given_columns(depths) if self.is_padded else nullcontext():
                 return super()._call(block, depths, tree, last, options)
@@ -201,7 +190,7 @@ class CompressedBackbone(RaggedBackbone):
         return outputs
 
     @contextmanager
-    def _given_columns(self, depths: torch.Tensor) -> Iterator[None]:
+    def _given_columns(self, depths: Tensor) -> Iterator[None]:
         columns, own = self.layout.ends[:, None] + depths, get_ident()  # [B, F]
 
         def changed(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -56,8 +56,8 @@ class ConvolvedLayer(RaggedLayer):
                 given["conv_states"][index] = None
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int = 1, **kwargs: object
-    ) -> torch.Tensor:
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 1, **kwargs: object
+    ) -> Tensor:
         """Write a block's inputs [B, d, F], and return them behind the k - 1 inputs before them."""
         layout, name, count = self.layout, self.rings[state_idx], conv_states.shape[2]
         self.kernel = conv_kernel_size
@@ -72,10 +72,10 @@ class ConvolvedLayer(RaggedLayer):
         _put(ring, newest, conv_states[..., count - kept :])
         return whole
 
-    def _ring(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _ring(self, name: str, like: Tensor) -> Tensor:
         """Return a ring, with room for what blocks may read and write until the next rollback, [B, d, C]."""
         layout, size = self.layout, rounded(self.kernel + self.layout.span)
-        ring: torch.Tensor | None = getattr(self, name)
+        ring: Tensor | None = getattr(self, name)
         if ring is not None and ring.shape[2] >= size:
             return ring
         room = like.new_zeros(*like.shape[:2], size)  # [B, d, size]
@@ -98,7 +98,7 @@ class ConvolvedLayer(RaggedLayer):
             return columns.shape[1], 0
         return columns.shape[1], columns[0] - cached_arange(columns.shape[1], columns.device)
 
-    def columns(self, count: int) -> torch.Tensor:
+    def columns(self, count: int) -> Tensor:
         """Return the columns that attention gets in a forward of F tokens, [1 or B, W]."""
         layout = self.layout
         layout.reserve(count)
@@ -120,12 +120,12 @@ class ConvolvedLayer(RaggedLayer):
         return layer
 
 
-def _at(ring: torch.Tensor, slots: Slots) -> torch.Tensor:
+def _at(ring: Tensor, slots: Slots) -> Tensor:
     """Return the inputs [B, d, n] in some slots."""
     return ring.movedim(2, 1)[slots].movedim(1, 2)  # [B, C, d] in between
 
 
-def _put(ring: torch.Tensor, slots: Slots, inputs: torch.Tensor) -> None:
+def _put(ring: Tensor, slots: Slots, inputs: Tensor) -> None:
     ring.movedim(2, 1)[slots] = inputs.movedim(2, 1).to(ring.dtype)
 
 
@@ -144,14 +144,7 @@ class ConvolvedBackbone(RaggedBackbone):
         super().__init__(*args, limit=limit, span=span)
         self.replay = None  # convolutions remember their inputs, and no states
 
-    def _call(
-        self,
-        block: torch.Tensor,
-        positions: torch.Tensor,
-        tree: DraftTree | None,
-        last: int | None,
-        options: Kwargs,
-    ) -> Any:
+    def _call(self, block: Tensor, positions: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
         with own_columns(self.model.get_decoder(), self.cache):
             return super()._call(block, positions, tree, last, options)
 
@@ -161,7 +154,7 @@ def own_columns(part: nn.Module, cache: Cache) -> Iterator[None]:
     """Let attention in a part of a model take distances from the columns of each sequence of a `ConvolvedLayer`."""
     hooks = []
     if any(isinstance(layer, ConvolvedLayer) and not layer.layout.is_even for layer in cache.layers):
-        distances: dict[tuple[bool, int], torch.Tensor] = {}
+        distances: dict[tuple[bool, int], Tensor] = {}
         for attention in (module for module in part.modules() if "rel_logits_proj" in dict(module.named_children())):
             hooks += _hooks(attention, cache, distances)
     try:
@@ -171,15 +164,15 @@ def own_columns(part: nn.Module, cache: Cache) -> Iterator[None]:
             hook.remove()
 
 
-def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch.Tensor]) -> list[Any]:
+def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], Tensor]) -> list[Any]:
     """Return hooks of one attention, which change calls of this thread; equal layers share the distances."""
     layer, own, config = cast(ConvolvedLayer, cache.layers[attention.layer_idx]), get_ident(), attention.config
     is_scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
 
-    def columns(count: int) -> torch.Tensor:
+    def columns(count: int) -> Tensor:
         return layer.layout.ends[:, None] + cached_range(layer.layout.block_offset, count, layer.layout.ends.device)
 
-    def scaled(states: torch.Tensor, token_dim: int) -> torch.Tensor:
+    def scaled(states: Tensor, token_dim: int) -> Tensor:
         if not is_scaled:
             return states
         counts = (columns(states.shape[token_dim]) + 1).to(states.device).float()  # [B, F]
@@ -187,10 +180,10 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
         shape = [len(factor), *(-1 if dim == token_dim else 1 for dim in range(1, states.dim()))]
         return (states.float() * factor.view(shape)).to(states.dtype)
 
-    def queries(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def queries(_: nn.Module, args: Any, output: Tensor) -> Tensor:
         return scaled(output, 1) if get_ident() == own else output
 
-    def bias(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def bias(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if get_ident() != own:
             return output
         count = output.shape[2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from ..tensors.masks import cached_arange, cached_range
@@ -25,7 +25,7 @@ class AlignedLayer(RaggedLayer):
 
     fed = 0
 
-    def _written(self, name: str, dim: int, states: torch.Tensor, place: Place | None = None) -> torch.Tensor:
+    def _written(self, name: str, dim: int, states: Tensor, place: Place | None = None) -> Tensor:
         self.layout.is_maskless, self.fed = True, states.shape[dim]
         held = super()._written(name, dim, states)
         if self.layout.is_even:
@@ -48,7 +48,7 @@ class PositionedLayer(RaggedLayer):
     before the forward (`target.note_positions`).
     """
 
-    positions: torch.Tensor | None = None
+    positions: Tensor | None = None
     shown = 0
 
     def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
@@ -59,15 +59,15 @@ class PositionedLayer(RaggedLayer):
             self.positions = laid_out(given.transpose(0, 1), layout.prompt - given.shape[2], 2, layout.size(False))
 
     @property
-    def indexer_position_ids(self) -> torch.Tensor | None:
+    def indexer_position_ids(self) -> Tensor | None:
         """Positions [3, B, W] of the columns that attention gets."""
         return None if self.positions is None else self.positions[..., : self.shown].transpose(0, 1)
 
     @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+    def indexer_position_ids(self, positions: Tensor) -> None:
         pass  # `note_positions` has written them
 
-    def note(self, position_ids: torch.Tensor) -> None:
+    def note(self, position_ids: Tensor) -> None:
         """Write positions of the next block, [B, F] or [1, 3 or 4, B, F], the last three rotated by."""
         three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)  # [3, B, F]
         self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
@@ -82,7 +82,7 @@ class PositionedLayer(RaggedLayer):
 class BlockLayer(RaggedLayer):
     """A `RaggedLayer` with keys of an index [B, 1, C, D], where its origin has them."""
 
-    idx_keys: torch.Tensor | None = None
+    idx_keys: Tensor | None = None
 
     def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
         super().__init__(layout, origin)
@@ -93,12 +93,12 @@ class BlockLayer(RaggedLayer):
         if given is not None:
             self.idx_keys = laid_out(given, layout.prompt - given.shape[2], 2, layout.size(False))
 
-    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+    def update_index(self, idx_k: Tensor) -> Tensor:
         """Write the index's keys of a block [B, 1, F, D], and return a view of the columns that attention gets."""
         return self._written("idx_keys", 2, idx_k)
 
 
-def real_tokens(layout: CacheLayout, fed: int) -> torch.Tensor:
+def real_tokens(layout: CacheLayout, fed: int) -> Tensor:
     """Return which positions of the next block are tokens, [B, F] bool."""
     columns = layout.ends[:, None] + cached_range(layout.block_offset, fed, layout.ends.device)  # [B, F]
     if layout.mask is None:

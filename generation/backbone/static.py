@@ -4,10 +4,9 @@
     blocks    F tokens, fixed where forwards are compiled: a shorter draft is filled up with tokens that nobody sees
     inside    a tensor holds the slots of keys and values; no number of the host that changes is part of a graph
 
-There are two graphs: of blocks, and of single tokens where an adaptive length chooses them. A later call of the same
-batch and size has the same shapes and the same tensors (`buffers`): nothing is compiled or recorded again. Where the
-whole cycle has fixed shapes (`is_fixed`), only the device knows the ends of the sequences until the host has read the
-cycle, and the mask of the prompt has as many columns as the cache: nothing in a cycle depends on the prompt's length.
+A later call of the same batch and size has the same shapes and tensors (`buffers`): nothing is compiled or recorded
+again. Where the whole cycle has fixed shapes (`is_fixed`), only the device knows the ends of the sequences until the
+host has read the cycle, and nothing in a cycle depends on the prompt's length.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
 from ..tensors.buffers import Buffers, lend
 from ..tensors.masks import cached_range
-from ..tensors.wrapped_models import Kwargs, untyped
+from ..tensors.wrapped_models import Kwargs
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
 
@@ -56,21 +55,15 @@ def planned_cache(
     Where whole cycles are recorded, the compiler makes no CUDA graphs of forwards: one graph cannot hold another.
     """
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
-    cache.room = untyped(model)._previous_max_cache_length
+    cache.room = cast(Any, model)._previous_max_cache_length
     cache.has_singles, cache.is_fixed = has_singles, is_fixed
-    if untyped(model)._valid_auto_compile_criteria(model_kwargs, config):
-        how = config.compile_config or CompileConfig()
-        cache.compiled = _without_graphs(how) if is_recorded else how
+    if cast(Any, model)._valid_auto_compile_criteria(model_kwargs, config):
+        cache.compiled = how = copy.copy(config.compile_config or CompileConfig())
+        if is_recorded:
+            modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+            how.mode = modes.get(how.mode, how.mode)
+            how.options = None if how.options is None else how.options | {"triton.cudagraphs": False}
     return cache
-
-
-def _without_graphs(config: CompileConfig) -> CompileConfig:
-    """Return how to compile without CUDA graphs."""
-    made = copy.copy(config)
-    modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-    made.mode = modes.get(made.mode, made.mode)
-    made.options = None if made.options is None else made.options | {"triton.cudagraphs": False}
-    return made
 
 
 class FixedLayout(CacheLayout):
@@ -156,10 +149,7 @@ class FixedLayer(RaggedLayer):
 
 
 class DrafterLayout(FixedLayout):
-    """The ends of the sequences in a drafter's cache of a fixed size; arguments as for `drafter_layout`.
-
-    The host only knows where they began: a recorded cycle serves prompts of any length.
-    """
+    """The ends of the sequences in a drafter's cache of a fixed size, see `drafter_layout`; the host does not know."""
 
     def __init__(self, view: CacheView, size: int, limit: int, span: int, name: str) -> None:
         super().__init__(view.mask[:, view.mask.shape[1] - size :], view.is_padded, limit, span)
@@ -219,7 +209,7 @@ class StaticBackbone(RaggedBackbone):
         cache: PlannedCache = args[1]
         super().__init__(*args, limit=cache.room or 0, span=span)
         how = cache.compiled
-        self.compiled, self.how = None if how is None else untyped(self.model).get_compiled_call(how), repr(how)
+        self.compiled, self.how = None if how is None else cast(Any, self.model).get_compiled_call(how), repr(how)
         self.is_fixed = cache.is_fixed
         self.buffers = lend(self.model, self) if self.is_fixed or self.compiled is not None else None
         self.made = 0 if self.buffers is None else self.buffers.made
@@ -267,10 +257,8 @@ class StaticBackbone(RaggedBackbone):
         self.forwards[block.shape[1]] += 1
         self.is_steady = self.forwards[block.shape[1]] > _WARM
         outputs = super()._forward(block, tree, options)
-        return TargetOutput(
-            *_copied(outputs.logits, outputs.hidden_states, count),
-            *_copied(outputs.auxiliary, outputs.auxiliary_states, slots),
-        )
+        slots_of = _copied(outputs.auxiliary, outputs.auxiliary_states, slots)
+        return TargetOutput(*_copied(outputs.logits, outputs.hidden_states, count), *slots_of)
 
     def _filled(self, block: Tensor, tree: DraftTree) -> tuple[Tensor, DraftTree]:
         """Return a block and its tree, filled up to the width of their graph."""

@@ -1,15 +1,13 @@
 """The backbone as the decoding loop sees it: a forward after every sequence's own prefix, and a rollback per sequence.
 
-Three kinds of caches: transformers' own, in which every sequence has its own end (`cache`); those of backbones
-that take no dense masks, which are repacked after every verification (`repacking`); and those that store every
-sequence's length themselves. `target_of` chooses. Knows neither distributions nor verification.
+Three kinds of caches: transformers' own, in which every sequence has its own end (`cache`) or which are repacked after
+every verification (`repacking`), and those that store every sequence's length themselves. `target_of` chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -28,7 +26,7 @@ from ...configuration.fields import (
     masks_padding_alone,
     rotary_border,
     rotates_anew,
-)
+)  # fmt: skip
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
@@ -39,11 +37,8 @@ from .replay import Replay
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""
-_COPIED = 64
-"""Columns that may be copied for every token that may follow, where ended sequences are left out."""
+_COPIED = 64  # columns that may be copied for every token that may follow, where ended sequences are left out
 _LAYERS = (masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer)
-_ALIBI = ("bloom", "mpt")
-"""Models without other positions."""
 
 
 def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
@@ -77,7 +72,7 @@ def traits_of(model: PreTrainedModel) -> Traits:
 def _traits(config: PreTrainedConfig) -> Traits:
     text = config.get_text_config()
     blocks, windows, convolves = chooses_blocks(config), compresses_windows(config), has_short_convolutions(config)
-    has_alibi = text.model_type in _ALIBI or bool(getattr(text, "alibi", False))
+    has_alibi = text.model_type in ("bloom", "mpt") or bool(getattr(text, "alibi", False))
     reasons = {
         "attention with short convolutions": convolves,
         "an attention to compressed windows": windows,
@@ -132,10 +127,8 @@ class Target(CacheView, Protocol):
         return []
 
     def drop_finished(self, done: list[bool]) -> None:
-        """Leave ended sequences out of the next forwards, where that pays; their outputs are zeros then.
-
-        Nobody may read the cache after that.
-        """
+        """Leave ended sequences out of the next forwards, where that pays; outputs are zeros then, and no cache is
+        read."""
 
 
 class OwnCacheBackbone(Target):
@@ -189,8 +182,7 @@ class Continuation:
         }
 
     def inputs(self, numbers: Tensor, last_position: int | None = None) -> dict[str, Tensor]:
-        """Return the keyword arguments of a forward, from how many real tokens precede each token of the block [B,
-        F]."""
+        """Return the keyword arguments of a forward, by the `numbers` [B, F] of real tokens before the block's."""
         positions = numbers if self.start is None else numbers + self.start  # [B, F] or [axes, B, F]
         if last_position is not None:
             positions = positions.clamp(max=last_position)
@@ -260,13 +252,7 @@ class DynamicCacheBackbone(Target):
 
 
 class RaggedBackbone(DynamicCacheBackbone):
-    """A model on a cache that never moves.
-
-    Args:
-        *args: See `DynamicCacheBackbone`.
-        limit: The longest sequence, prompt included.
-        span: The longest block, as far as it is known.
-    """
+    """A model on a cache that never moves; see `DynamicCacheBackbone`, and for `limit` and `span` `CacheLayout`."""
 
     takes_trees = True
     layout_type = CacheLayout
@@ -302,17 +288,21 @@ class RaggedBackbone(DynamicCacheBackbone):
         self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
     def _forward(self, block: Tensor, tree: DraftTree, options: Kwargs) -> TargetOutput:
-        batch = len(block)
-        if self.open is not None:
-            block = block[self.open]  # [b, F]
-            tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
+        batch, of_open = len(block), self.open
+        if of_open is not None:
+            block = block[of_open]  # [b, F]
+            tree = DraftTree(tree.tokens[of_open], tree.parents[of_open], depth=tree.depth, is_chain=tree.is_chain)
         self.layout.block_offset, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
             depths = cached_range(0, block.shape[1], block.device) if tree.is_chain else tree.positions()
             outputs = self._call(block, depths, tree, self.last_position, options)
-            if self.open is None:
+            if of_open is None:
                 return TargetOutput(outputs.logits, outputs.hidden_states)
-            spread = partial(_spread, open_ones=self.open, batch=batch)
+
+            def spread(values: Tensor) -> Tensor:  # 0 for sequences that have ended
+                every = values.new_zeros(batch, *values.shape[1:])
+                return every.index_copy_(0, of_open.to(values.device), values)
+
             return TargetOutput(spread(outputs.logits), each_state(outputs.hidden_states, spread))
         last = self.last_position if auxiliary.last_position is None else auxiliary.last_position
         outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)  # [B, F + A, V]
@@ -360,11 +350,6 @@ class RaggedBackbone(DynamicCacheBackbone):
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, RaggedLayer):
                 self.cache.layers[index] = layer.restore(columns)
-
-
-def _spread(values: Tensor, open_ones: Tensor, batch: int) -> Tensor:
-    """Return values [b, ...] of some sequences as those of all [B, ...], 0 for the others."""
-    return values.new_zeros(batch, *values.shape[1:]).index_copy(0, open_ones.to(values.device), values)
 
 
 def is_recurrent(cache: Cache) -> bool:

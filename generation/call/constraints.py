@@ -9,7 +9,7 @@ list, after every sequence and its drafted path: tokens with -inf are not drafte
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -25,19 +25,19 @@ from .automata import (
     TableAutomaton,
     fitted,
 )
-from .positions import KNOWN, PathPositions, Positions, Processor, apply_known
+from .positions import KNOWN, Positions, Processor, apply_known
 from .sequences import Sequences
 
-_MASKING = (
-    library.SuppressTokensLogitsProcessor,
-    library.NoRepeatNGramLogitsProcessor,
-    library.NoBadWordsLogitsProcessor,
-    library.MinLengthLogitsProcessor,
-    library.MinNewTokensLengthLogitsProcessor,
-    library.ForcedBOSTokenLogitsProcessor,
-    library.ForcedEOSTokenLogitsProcessor,
-    library.SuppressTokensAtBeginLogitsProcessor,
-)
+_SPANS: dict[type, Callable[[Any], range]] = {
+    library.SuppressTokensLogitsProcessor: lambda p: range(sys.maxsize),
+    library.MinLengthLogitsProcessor: lambda p: range(p.min_length),
+    library.MinNewTokensLengthLogitsProcessor: lambda p: range(p.prompt_length_to_skip + p.min_new_tokens),
+    library.SuppressTokensAtBeginLogitsProcessor: lambda p: range(p.begin_index, p.begin_index + 1),
+    library.ForcedBOSTokenLogitsProcessor: lambda p: range(1, 2),
+    library.ForcedEOSTokenLogitsProcessor: lambda p: range(p.max_length - 1, p.max_length),
+}
+"""Processors that exclude tokens by the number of ids alone, and the numbers after which they do."""
+_MASKING = (*_SPANS, library.NoRepeatNGramLogitsProcessor, library.NoBadWordsLogitsProcessor)
 """Processors of transformers that exclude tokens, and do nothing else."""
 
 
@@ -86,10 +86,7 @@ class Constraints:
         self.of_lengths: dict[tuple[int, ...], Tensor] = {}
 
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
-        """Return the tokens that a draft after every sequence may hold; None: all.
-
-        `is_warped` drafts are drawn from distributions after processors of scores alone.
-        """
+        """Return the tokens that drafts may hold, `is_warped` by processors of scores alone; None: all."""
         shortest, spans = min(tokens.lengths), map(_span, self.all)
         acting = [p for p, span in zip(self.all, spans) if span is None or shortest < span.stop]
         if all(is_warped and type(p) is library.SuppressTokensLogitsProcessor for p in acting):
@@ -104,10 +101,7 @@ class Constraints:
         return device.type == "cpu" and any(bool((table.masks.sum(1) == 1).any()) for table in tables)
 
     def by_length(self, lengths: list[int], size: int, device: torch.device) -> Tensor | None:
-        """Return the mask [B or 1, 1, v] after so many ids where it depends on nothing else, or None.
-
-        It is made once for all lengths at which the same processors act.
-        """
+        """Return the mask [B or 1, 1, v] after so many ids where it depends on nothing else, or None; made once."""
         spans, masks = [span for span in map(_span, self.all) if span is not None], []
         if len(spans) < len(self.all):
             return None
@@ -158,13 +152,12 @@ class DraftMasks:
     def allowed(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the mask of the next tokens of all paths, in the shape of their distributions: [B, v] or [B, P, v].
 
-        All tokens are allowed after an end or an excluded token, and where none would be: such drafts are never
-        accepted.
+        After an end or an excluded token, and where none would be, all are allowed: such drafts are never accepted.
         """
         size, (batch, paths, depth) = shape[-1], self.paths.shape
         mask = self.constraints.by_length([n + depth for n in self.tokens.lengths], size, self.paths.device)
         if mask is None:
-            positions = PathPositions(self.tokens, self.paths, fill=size)
+            positions = Positions(self.tokens, size, paths=self.paths)
             flat = torch.zeros(batch * paths, size, device=self.paths.device)  # [B P, v]
             for processor in self.processors:
                 flat = self.constraints.applied(processor, positions, flat, self.alive)
@@ -210,23 +203,9 @@ def _or_all(mask: Tensor) -> Tensor:
     return mask | ~mask.any(-1, keepdim=True)
 
 
-def _span(processor: Any) -> range | None:
-    """Return the numbers of ids after which a processor excludes something; None: that depends on the ids
-    themselves."""
-    match type(processor):
-        case library.SuppressTokensLogitsProcessor:
-            return range(sys.maxsize)
-        case library.MinLengthLogitsProcessor:
-            return range(processor.min_length)
-        case library.MinNewTokensLengthLogitsProcessor:
-            return range(processor.prompt_length_to_skip + processor.min_new_tokens)
-        case library.SuppressTokensAtBeginLogitsProcessor:
-            return range(processor.begin_index, processor.begin_index + 1)
-        case library.ForcedBOSTokenLogitsProcessor:
-            return range(1, 2)
-        case library.ForcedEOSTokenLogitsProcessor:
-            return range(processor.max_length - 1, processor.max_length)
-    return None
+def _span(processor: object) -> range | None:
+    """Return the numbers of ids after which a processor excludes something; None: that depends on the ids."""
+    return _SPANS[type(processor)](processor) if type(processor) in _SPANS else None
 
 
 def _of_function(

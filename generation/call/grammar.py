@@ -46,10 +46,6 @@ class GrammarConstraint(AutomatonProcessor):
         regex: The whole text matches this expression, in the syntax of Rust's `regex`.
         grammar: The text is of this grammar, in llguidance's dialect of Lark.
 
-    Raises:
-        ImportError: llguidance is not installed.
-        ValueError: Not exactly one of the three, one that cannot be read, or another kind of tokenizer.
-
     Example:
         >>> constraint = GrammarConstraint(tokenizer, regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
         >>> out = model.generate(**inputs, logits_processor=[constraint], assistant_model=drafter)
@@ -73,10 +69,7 @@ class GrammarConstraint(AutomatonProcessor):
             from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
             from llguidance.hf import from_tokenizer
         except ImportError:
-            raise ImportError(
-                "GrammarConstraint needs 'llguidance', of tokenahead[constraints]: in a checkout, "
-                "pip install '.[constraints]'"
-            ) from None
+            raise ImportError("GrammarConstraint needs 'llguidance': pip install tokenahead[constraints]") from None
         if json_schema is not None:
             schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
             compiled = LLMatcher.grammar_from_json_schema(schema)

@@ -1,8 +1,4 @@
-"""Positions after the sequences of a batch, and the processors of transformers on them.
-
-A position follows a sequence and then a path of drafted tokens: those of a tree that is verified (`TreePositions`), or
-those whose next tokens are to be drafted (`PathPositions`).
-"""
+"""Positions after the sequences of a batch, and the processors of transformers on them."""
 
 from __future__ import annotations
 
@@ -21,34 +17,21 @@ from ..tensors.masks import cached_arange
 from .sequences import Sequences
 
 POINTWISE = (
-    library.TemperatureLogitsWarper,
-    library.TopKLogitsWarper,
-    library.TopPLogitsWarper,
-    library.TopHLogitsWarper,
-    library.MinPLogitsWarper,
-    library.TypicalLogitsWarper,
-    library.EpsilonLogitsWarper,
-    library.EtaLogitsWarper,
-    library.LogitNormalization,
-    library.InfNanRemoveLogitsProcessor,
-    library.SuppressTokensLogitsProcessor,
-)
+    library.TemperatureLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper, library.TopHLogitsWarper,
+    library.MinPLogitsWarper, library.TypicalLogitsWarper, library.EpsilonLogitsWarper, library.EtaLogitsWarper,
+    library.LogitNormalization, library.InfNanRemoveLogitsProcessor, library.SuppressTokensLogitsProcessor,
+)  # fmt: skip
 """Processors that look at scores alone."""
 BY_HISTORY = (
-    library.RepetitionPenaltyLogitsProcessor,
-    library.NoRepeatNGramLogitsProcessor,
-    library.SequenceBiasLogitsProcessor,
-    library.NoBadWordsLogitsProcessor,
-)
+    library.RepetitionPenaltyLogitsProcessor, library.NoRepeatNGramLogitsProcessor,
+    library.SequenceBiasLogitsProcessor, library.NoBadWordsLogitsProcessor,
+)  # fmt: skip
 """Processors that look at each sequence's own ids, and for which an id beyond the vocabulary is no token."""
 BY_LENGTH = (
-    library.MinLengthLogitsProcessor,
-    library.MinNewTokensLengthLogitsProcessor,
-    library.ForcedBOSTokenLogitsProcessor,
-    library.ForcedEOSTokenLogitsProcessor,
-    library.ExponentialDecayLengthPenalty,
+    library.MinLengthLogitsProcessor, library.MinNewTokensLengthLogitsProcessor, library.ForcedBOSTokenLogitsProcessor,
+    library.ForcedEOSTokenLogitsProcessor, library.ExponentialDecayLengthPenalty,
     library.SuppressTokensAtBeginLogitsProcessor,
-)
+)  # fmt: skip
 """Processors that look at the number of ids."""
 KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
 ON_DEVICE = frozenset(POINTWISE) - {library.TopHLogitsWarper} | {library.RepetitionPenaltyLogitsProcessor}
@@ -60,27 +43,50 @@ Processor = Callable[..., Tensor]
 
 
 class Positions:
-    """P = `size` positions after each sequence and `depths` of drafted tokens; `fill` is an id for gaps."""
+    """P = `size` positions after each sequence; `fill` is an id for gaps.
 
-    def __init__(self, tokens: Sequences, size: int, depths: range, fill: int) -> None:
-        self.tokens, self.size, self.depths, self.fill = tokens, size, depths, fill
+    Each follows a path of drafted tokens: all positions of a tree, or the ends of `paths` [B, P, J] int64.
+    """
+
+    def __init__(
+        self, tokens: Sequences, fill: int, tree: DraftTree | None = None, paths: Tensor | None = None
+    ) -> None:
+        self.tokens, self.fill, self.tree = tokens, fill, tree
+        if paths is not None:
+            self.size, self.depths = paths.shape[1], range(paths.shape[2], paths.shape[2] + 1)
+            vars(self)["paths"] = paths
+        elif tree is not None:
+            self.size, self.depths = tree.tokens.shape[1] + 1, range(tree.depth + 1)
 
     @cached_property
     def paths(self) -> Tensor:
         """The drafted tokens before every position, [B, P, J] int64, and -1 after the end of a path."""
-        raise NotImplementedError
+        assert (tree := self.tree) is not None
+        nodes = tree.paths()[..., 1:] - 1  # [B, P, J]
+        ids = tree.tokens.gather(1, nodes.clamp(min=0).flatten(1)).view(nodes.shape) if self.size > 1 else nodes
+        is_after = cached_arange(nodes.shape[2], nodes.device) >= tree.positions()[..., None]  # [B, P, J]
+        return ids.masked_fill(is_after, -1)
 
     @cached_property
     def ids(self) -> Tensor:
         """The ids before every position, right-aligned after `fill`: [B, P, W]."""
-        raise NotImplementedError
+        ids = self._aligned(self.tokens.longest)[:, None].expand(-1, self.size, -1)  # [B, P, L]
+        if not self.depths[-1]:  # nothing is drafted
+            return ids
+        ids = torch.cat([ids, self.paths], dim=-1)  # [B, P, W]
+        if self.tree is None:
+            return ids
+        missing = self.tree.depth - self.tree.positions()  # [B, P]
+        source = cached_arange(ids.shape[2], ids.device) - missing[..., None]  # [B, P, W]
+        return ids.gather(2, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
 
     @property
     def lengths(self) -> Tensor:
         """Ids before every position, [B P]."""
-        raise NotImplementedError
+        drafted = self.depths[0] if self.tree is None else self.tree.positions()  # or [1 or B, P]
+        return (self.tokens.ends[:, None] + drafted).expand(-1, self.size).flatten()
 
-    def aligned(self, longest: int) -> Tensor:
+    def _aligned(self, longest: int) -> Tensor:
         """Return the sequences themselves, right-aligned after `fill`: [B, W]."""
         ids = self.tokens.ids[:, :longest]
         if min(self.tokens.lengths) == longest:
@@ -93,53 +99,6 @@ class Positions:
         lengths = self.lengths
         for length in sorted({n + depth for n in self.tokens.lengths for depth in self.depths}):
             yield length, lengths == length
-
-
-class PathPositions(Positions):
-    """The ends of paths [B, P, J] int64 of one length."""
-
-    def __init__(self, tokens: Sequences, paths: Tensor, fill: int) -> None:
-        size, depth = paths.shape[1:]
-        super().__init__(tokens, size, range(depth, depth + 1), fill)
-        vars(self)["paths"] = paths
-
-    @cached_property
-    def ids(self) -> Tensor:
-        ids = self.aligned(self.tokens.longest)[:, None].expand(-1, self.size, -1)  # [B, P, W]
-        return torch.cat([ids, self.paths], dim=-1) if self.paths.shape[2] else ids  # [B, P, W + J]
-
-    @property
-    def lengths(self) -> Tensor:
-        return (self.tokens.ends + self.paths.shape[2]).repeat_interleave(self.size)  # [B P]
-
-
-class TreePositions(Positions):
-    """Every position of a tree, b's first."""
-
-    def __init__(self, tokens: Sequences, tree: DraftTree, fill: int) -> None:
-        super().__init__(tokens, tree.tokens.shape[1] + 1, range(tree.depth + 1), fill)
-        self.tree = tree
-
-    @cached_property
-    def paths(self) -> Tensor:
-        nodes, tree = self.tree.paths()[..., 1:] - 1, self.tree  # [B, P, J]
-        ids = tree.tokens.gather(1, nodes.clamp(min=0).flatten(1)).view(nodes.shape) if self.size > 1 else nodes
-        is_after = cached_arange(nodes.shape[2], nodes.device) >= tree.positions()[..., None]  # [B, P, J]
-        return ids.masked_fill(is_after, -1)
-
-    @cached_property
-    def ids(self) -> Tensor:
-        ids = self.aligned(self.tokens.longest)[:, None].expand(-1, self.size, -1)  # [B, P, L]
-        if self.size == 1:  # nothing is drafted
-            return ids
-        missing = self.tree.depth - self.tree.positions()  # [B, P]
-        ids = torch.cat([ids, self.paths], dim=-1)  # [B, P, W]
-        source = cached_arange(ids.shape[2], ids.device) - missing[..., None]  # [B, P, W]
-        return ids.gather(2, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
-
-    @property
-    def lengths(self) -> Tensor:
-        return (self.tokens.ends[:, None] + self.tree.positions()).flatten()  # [B P]
 
 
 class _Fills(TorchFunctionMode):

@@ -172,9 +172,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def load_sharded(
-    name: str | PathLike,
-    load: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained,
-    **options: Any,
+    name: str | PathLike, load: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained, **options: Any
 ) -> PreTrainedModel:
     """Load a frozen causal language model whose layers are divided among all processes: none ever holds it whole.
 

@@ -57,7 +57,7 @@ class CacheLayout:
         mask: [B, L] bool, the real tokens among the columns of the prompt.
         is_padded: Whether any of them is padding.
         limit: The longest sequence, prompt included.
-        span: The most columns that are read before and after `ends` until the next rollback; more are allocated later.
+        span: The most columns that are read before and after `ends` until the next rollback, as far as it is known.
         counts: [B] int64, real tokens before `ends`; None: those of the prompt.
     """
 

@@ -2,15 +2,9 @@
 
 A window has `rate` columns and begins in a multiple of them; it is compressed once it is full. What entries are made of
 is kept for the last tokens, in rings like the keys. In every forward, each sequence's windows from the one that its
-end lies in are compressed again, as far as its block closes any: what rejected drafts left is overwritten.
-
-    rate 4, ends 5 and 9     columns of the window that a block of 4 closes     its entry
-    row 0                    4 .. 7                                             1
-    row 1                    8 .. 11                                            2
-
-Entries of windows that a sequence has not closed are hidden by the model itself, from the positions of a block.
-`CompressedLayer` has the methods of transformers' layer, which the model's compressors call. These rotate entries by
-positions that all sequences share: they are told to rotate by 0, and the layer rotates.
+end lies in are compressed again, as far as its block closes any: what rejected drafts left is overwritten. Entries of
+windows that are not closed are hidden by the model itself, which rotates entries by positions that all sequences
+share: it is told to rotate by 0, and the layer rotates.
 """
 
 from __future__ import annotations
@@ -36,14 +30,11 @@ _PARTS = {"kv": 0.0, "gate": -torch.inf}
 
 
 class CompressedLayer(RaggedLayer):
-    """A `RaggedLayer` with compressed windows, where its origin has them; values are the keys then.
+    """A `RaggedLayer` with compressed windows, where its origin has them, and its methods; values are the keys then.
 
-    Of each compressor it holds, by the names of transformers' layer and the compressor's: `buffer_kv` and
-    `buffer_gate`, rings [B, C, d] of tokens; `compressed_kv`, the entries [B, T, d]; where windows overlap,
-    `overlap_kv` and `overlap_gate` [B, n, rate, d] of windows in a row, from window `overlap_from` [B] on.
-
-    Attributes:
-        rotary: That of the compressor, set by `CompressedBackbone`.
+    Of each compressor it holds, by its name: `buffer_kv` and `buffer_gate`, rings [B, C, d] of tokens; `compressed_kv`,
+    the entries [B, T, d]; and where windows overlap, `overlap_kv` and `overlap_gate` [B, n, rate, d] of windows in a
+    row, from window `overlap_from` [B] on.
     """
 
     rotary: nn.Module
@@ -90,10 +81,7 @@ class CompressedLayer(RaggedLayer):
         return keys, keys
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
-        """Write a block [B, F, d], and return that of the windows to compress [B, n rate, d], and their shifts [n].
-
-        The shifts make positions of windows 0.
-        """
+        """Write a block [B, F, d], and return that of the windows to compress [B, n rate, d], and shifts [n] to 0."""
         self.fed, lengths = kv.shape[1], self.layout.lengths
         for part, states in zip(_PARTS, (kv, gate)):
             self._written(f"buffer_{part}_{name}", 1, states)

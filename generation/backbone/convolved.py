@@ -1,14 +1,8 @@
 """A cache that never moves, for layers that also have short convolutions, and whose attention reads columns (Inkling).
 
-A convolution reads the last k - 1 inputs before a token's own. They are kept with the keys in a small ring: the input
-of column c in slot c % size. A rejected draft is written over like keys are, so that each sequence reads its own:
-
-    kernel 4, ends 8 and 6   inputs that a block of 2 reads         and writes
-    row 0                    columns 5, 6, 7                        8, 9
-    row 1                    columns 3, 4, 5                        6, 7
-
-Attention adds what it learned of distances, and may scale scores by the number of columns. Both come from columns that
-all sequences share; where sequences end in different ones, hooks put those of each in their place (`own_columns`).
+A convolution reads the last k - 1 inputs before a token's own, which are kept in a small ring: that of column c in slot
+c % size. Attention adds what it learned of distances, and may scale scores by the number of columns. Both come from
+columns that all sequences share; where these differ, hooks put those of each in their place (`own_columns`).
 """
 
 from __future__ import annotations
@@ -34,10 +28,7 @@ from .target import RaggedBackbone, layer_class
 
 @LinearAttentionCacheLayerMixin.register
 class ConvolvedLayer(RaggedLayer):
-    """A `RaggedLayer` with the inputs [B, d, C] of convolutions, in further rings, `inputs_0`, `inputs_1`, ...
-
-    It says that it has no previous state, so that convolutions give it every block.
-    """
+    """A `RaggedLayer` with rings of inputs [B, d, C], `inputs_0` ..; without a previous state, it gets every block."""
 
     record_past, kernel = True, 1
 

@@ -1,10 +1,4 @@
-"""Layers of a cache that never moves, for attention that chooses columns by an index.
-
-- `AlignedLayer`: it sees every real column up to a token's own, by the order of columns, and takes no mask (GLM5-next).
-- `PositionedLayer`: it rotates the keys of its index in every forward, and so reads positions of all columns
-  (Qwen4-Exp).
-- `BlockLayer`: it chooses blocks of columns, with keys of an index for each column (MiniMax-M3).
-"""
+"""Layers of a cache that never moves, for attention that chooses columns by an index."""
 
 from __future__ import annotations
 
@@ -18,10 +12,7 @@ from .cache import CacheLayout, Place, RaggedLayer, laid_out
 
 
 class AlignedLayer(RaggedLayer):
-    """A `RaggedLayer` that gives attention the columns up to the block's end, right-aligned.
-
-    What stands before a sequence is no token: zeros. The keys of the index say in their last channel what is one.
-    """
+    """A `RaggedLayer` that gives attention the columns up to the block's end, right-aligned after zeros (GLM5-next)."""
 
     fed = 0
 
@@ -42,10 +33,9 @@ class AlignedLayer(RaggedLayer):
 
 
 class PositionedLayer(RaggedLayer):
-    """A `RaggedLayer` that may hold the positions [B, 3, C] of columns: the first layer of a cache does, for all.
+    """A `RaggedLayer` with the positions [B, 3, C] of columns, if it is the first of its cache (Qwen4-Exp).
 
-    A model puts the positions of a block behind those that it finds; so the block's own must stand in its columns
-    before the forward (`target.note_positions`).
+    A model puts the positions of a block behind those that it finds, but `target.note_positions` has written them.
     """
 
     positions: Tensor | None = None
@@ -80,7 +70,7 @@ class PositionedLayer(RaggedLayer):
 
 
 class BlockLayer(RaggedLayer):
-    """A `RaggedLayer` with keys of an index [B, 1, C, D], where its origin has them."""
+    """A `RaggedLayer` with keys of an index of blocks [B, 1, C, D], where its origin has them (MiniMax-M3)."""
 
     idx_keys: Tensor | None = None
 

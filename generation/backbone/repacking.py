@@ -1,16 +1,13 @@
 """Targets of backbones that take no dense masks, or whose cache cannot be rolled back: all sequences share one layout.
 
-Sequences that accept different numbers of tokens are repacked after verification: every sequence's tokens are
-right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between columns stay
-distances between tokens.
+After verification every sequence's tokens are right-aligned again, and its left padding grows: distances between
+columns stay distances between tokens.
 
     columns of the cache     before           + block of 4, new tokens 4 and 2   repacked
     sequence 0               . a b c          . a b c d e f g                    . a b c d e f g
     sequence 1               r s t u          r s t u v w - -                    . . r s t u v w
 
-A layer with an attention window W needs the last W - 1 columns for its next token, and forgets older ones. A block
-pushes columns out that are needed again when its drafts are rejected; so while a block is verified the layer holds
-W - 1 columns and the block's, and nothing older. Chunked attention has layers of the same class.
+A layer with an attention window W holds its last W - 1 columns, and those of a block until it is verified.
 """
 
 from __future__ import annotations
@@ -30,12 +27,7 @@ from .target import DynamicCacheBackbone
 
 
 class RealignedBackbone(DynamicCacheBackbone):
-    """A model on transformers' caches, which are repacked; it takes chains.
-
-    Attributes:
-        mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
-        moved: Columns by which sequences have moved to the right, [B]; None where none has.
-    """
+    """A model on transformers' caches, which are repacked; it takes chains."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -113,10 +105,7 @@ def drop_first(cache: Cache, columns: int) -> None:
 
 
 def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
-    """Move the columns of sequence b by `shifts[b]` [B] to the right, in every layer; return the mask [B, W] moved.
-
-    Columns that enter at an end are arbitrary, and padding in the mask.
-    """
+    """Move the columns of sequence b by `shifts[b]` [B] to the right, in every layer, and those of the mask [B, W]."""
     source = cached_arange(mask.shape[1], shifts.device) - shifts[:, None]  # [B, W], the column that moves there
     for layer, name, dim in _states_with_columns(cache):
         states = getattr(layer, name)

@@ -1,10 +1,8 @@
 """Recurrent layers after rejected drafts: exact rollback by replay.
 
 The state of a recurrent layer is s_t = F(s_{t-1}, x_t), with x_t its mixer's input at token t, and cannot be cropped.
-By causality x_t depends on tokens up to t alone. So the states before a block are cloned, every mixer's inputs of the
-block are remembered and, where a row keeps only the first c tokens, its states are restored and F is applied to
-x_1 .. x_c again: the mixers run alone, sequences that keep equally many together. Attention layers are cropped as ever.
-Knows neither drafts nor distributions.
+So the states before a block are cloned, every mixer's inputs of the block are remembered and, where a row keeps only
+the first c tokens, its states are restored and F is applied to x_1 .. x_c again: the mixers run alone.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ class Replay:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Remembers what `keep` needs of the one backbone call that is made inside.
-
-        Calls of other threads run the same mixers, and with them the hooks of this one: they are not looked at.
-        """
+        """Remembers what `keep` needs of the one backbone call that is made inside, and in this thread."""
         self.before = {index: _copies(self.cache.layers[index]) for index in self.mixers}
         hooks = [
             mixer.register_forward_pre_hook(self._remember, with_kwargs=True)
@@ -107,8 +102,7 @@ class _Only(Cache):
 def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, list[nn.Module]]:
     """The modules of a decoder that read and write the recurrent states of a cache, by layer.
 
-    In a layer that also attends, attention has the same number as the mixer, and in some a module around it: the mixer
-    is the innermost module whose own code updates states. A further one also reads the token ids.
+    The innermost module whose own code updates states is the mixer. A further one also reads the token ids.
     """
     found: dict[int, nn.Module] = {}
     further: dict[int, list[nn.Module]] = {}

@@ -127,8 +127,7 @@ class Target(CacheView, Protocol):
         return []
 
     def drop_finished(self, done: list[bool]) -> None:
-        """Leave ended sequences out of the next forwards, where that pays; outputs are zeros then, and no cache is
-        read."""
+        """Leave ended sequences out of the next forwards, where it pays: outputs are zeros then, the cache is lost."""
 
 
 class OwnCacheBackbone(Target):

@@ -20,11 +20,7 @@ from .sequences import Sequences
 
 @runtime_checkable
 class OffersAutomaton(Protocol):
-    """A logits processor whose mask depends on a state.
-
-    Attributes:
-        start: The state after the prompt; states are hashable.
-    """
+    """A logits processor whose mask depends on a state; `start` is that after the prompt, and states are hashable."""
 
     start: Any
 

@@ -1,9 +1,8 @@
 """The tokens that a call allows: drafts are drawn under the same constraints as the target.
 
-A constraint is a logits processor that excludes tokens by giving them -inf. Which tokens it excludes after a draft is
-known before the backbone's scores where the processor is one of transformers' own, a prefix function, an automaton
-(`OffersAutomaton`), or offers a mask (`OffersMask`). All of them are applied to scores of 0, in the order of the call's
-list, after every sequence and its drafted path: tokens with -inf are not drafted.
+A constraint is a logits processor that excludes tokens by giving them -inf, and tells which without scores: one of
+transformers' own, a prefix function, an automaton (`OffersAutomaton`), or one with a mask (`OffersMask`). They are
+applied to scores of 0, in the order of the call's list, after every sequence and its drafted path.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class OffersMask(Protocol):
     def allowed(self, sequences: Tensor, /) -> Tensor:
         """Return which tokens may follow sequences [N, L] int64: [N, v] bool.
 
-        They have the padding of the prompt, as in `__call__`, but are N sequences of any kind in any order. The mask of
-        ids after an end, or after an excluded token, is not used.
+        They have the padding of the prompt, as in `__call__`, but are N sequences of any kind in any order.
         """
         ...
 

@@ -17,13 +17,7 @@ from .automata import AutomatonProcessor
 
 @runtime_checkable
 class ByteTokenizer(Protocol):
-    """A tokenizer that says which bytes its tokens are, and that has a token for every byte.
-
-    Attributes:
-        eos_token_id: As of any tokenizer, like the next two.
-        bos_token_id: None where it has none.
-        all_special_ids: Ids that stand for no text.
-    """
+    """A tokenizer that says which bytes its tokens are, and that has a token for every byte."""
 
     eos_token_id: int | None
     bos_token_id: int | None

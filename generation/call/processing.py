@@ -96,10 +96,9 @@ class Processing:
     def _by_length(
         self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool], is_over: Callable[[], bool] = bool
     ) -> tuple[Tensor, int]:
-        """Apply the whole list at one length after the other, along paths until they meet a token that it excludes.
+        """Apply the whole list at one length after the other, along paths until they meet an end or an excluded token.
 
-        What follows such a token, or an end, is never used, and a constraint need not know it. Return also the length
-        after which it `is_over`, or more than any.
+        Return also the length after which it `is_over`, or more than any.
         """
         positions, size = Positions(tokens, self.pad, tree), logits.shape[-1]
         output, ids, offered = logits.clone(), positions.ids, dict[int, Tensor]()

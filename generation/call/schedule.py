@@ -84,16 +84,14 @@ class CycleCosts:
 
 
 class AdaptiveSchedule:
-    """The length with the most expected tokens per second.
+    """The length with the most expected tokens per second, of 0 (plain decoding) to `longest`.
 
     Drafting m tokens yields 1 + S_1 + ... + S_m tokens on average (`AcceptanceRates.survival`), in the seconds that
-    such cycles took. m = 0 is plain decoding, and drafts must promise 6 % more than it. Lengths that were not tried for
-    long are tried now and then, at about 2 % of all time.
+    such cycles took. Lengths that were not tried for long are tried now and then, at about 2 % of all time.
 
     Args:
         longest: Upper bound of the length.
-        lookahead: Cycles between asking for a draft and having it: 1 where the forward of one cycle makes the draft of
-            the next, else 0.
+        lookahead: 1 where the forward of one cycle makes the draft of the next, else 0.
     """
 
     def __init__(self, longest: int, lookahead: int = 0) -> None:

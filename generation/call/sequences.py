@@ -52,12 +52,8 @@ class NewTokens:
 class Sequences:
     """The token ids of a batch, each sequence with its own length, in one tensor.
 
-    Args:
-        prompt: [B, L] int64, the ids of the prompt, padding included.
-
     Attributes:
-        ids: [B, capacity] int64; sequence b holds tokens in its first `lengths[b]` columns.
-        lengths: Tokens per sequence, padding of the prompt included, as processors and criteria of transformers count.
+        ids: [B, capacity] int64; sequence b, padding of its prompt included, is in its first `lengths[b]` columns.
         done: Whether each sequence has ended.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
         newest_on_host: The new tokens of every sequence in the last cycle; none where it had ended.

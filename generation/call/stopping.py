@@ -64,7 +64,7 @@ class Stopping:
     def counts(self, tokens: FixedSequences, result: VerificationResult, sound: Tensor | None) -> Tensor:
         """Return `cut`'s counts [B] by eos and the length limit alone, on the device, and note there who has ended.
 
-        Where an open sequence is not `sound` [B] bool (`Cycle.is_sound`), none gets a token.
+        Where an open sequence is not `sound` [B] bool, none gets a token.
         """
         width, is_open = result.tokens.shape[1], ~tokens.ended
         is_end = (result.tokens[..., None] == self.eos_ids).any(-1)  # [B, k + 1]

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 
 class Buffers:
-    """The buffers of one call, by name; those of the last call of a model serve its next one where sizes are the same.
-
-    Attributes:
-        tensors: By name.
-        made: How many were allocated, in all calls.
-        graphs: What was recorded with them; none holds after a buffer has made way for another one.
-    """
+    """The buffers of one call, by name; those of the last call of a model serve its next one of equal sizes."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -70,9 +64,6 @@ def lend(model: nn.Module, borrower: object) -> Buffers:
 
 def free_buffers(model: nn.Module) -> int:
     """Free what calls with `cache_implementation="static"` keep for the next ones: caches, states, graphs.
-
-    Args:
-        model: The backbone.
 
     Returns:
         The bytes of the buffers; 0 where there were none, or a call is using them.

@@ -5,11 +5,8 @@ A save writes into a hidden folder of its target, `.tokenahead-saving.X`. When a
     .tokenahead-complete.X    the directory is the new version; files of the old one that go are moved into the folder
     .tokenahead-arriving.X    these have gone; the new files are moved to their places, config.json as the last
 
-Whoever finds one of these after a kill goes on (`finish`), several processes at once, too: files only move, and into or
-out of a folder of this name, so that who comes late moves nothing. Other libraries find no config.json meanwhile. Two
-writers of one directory at once are not supported.
-
-Knows no model.
+Whoever finds one of these after a kill goes on (`finish`), several processes at once, too: files only move. Other
+libraries find no config.json meanwhile. Two writers of one directory at once are not supported.
 """
 
 from __future__ import annotations

@@ -65,9 +65,8 @@ def is_base(method: Callable[..., object]) -> bool:
 def fingerprint(model: PreTrainedModel) -> str | None:
     """Return the text by which a drafter identifies its backbone: `SHAPES DIGEST/DIGEST OF LAYERS`.
 
-    The first part is of the unembedding and the last norm, the second one of a few rows of every matrix of the decoder,
-    and missing where these cannot be read or carry adapters. Numbers are read as bfloat16, so that a model has one
-    fingerprint in float32 and bfloat16. None: weights are quantised, sharded, offloaded or in float16.
+    The first part is of the unembedding and the last norm, in bfloat16; the second of a few rows of every matrix of the
+    decoder, if they are readable and carry no adapters. None: weights are quantised, sharded, offloaded or in float16.
     """
     if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None

@@ -18,9 +18,8 @@ from transformers.cache_utils import (
 from ...configuration.cache_names import CACHE, NAMES
 from ..tensors.masks import check_attention
 from ..tensors.wrapped_models import Kwargs, has_own_cache
-from .compressed import CompressedBackbone
-from .convolved import ConvolvedBackbone
 from .repacking import LockstepBackbone, RealignedBackbone
+from .special import CompressedBackbone, ConvolvedBackbone
 from .static import PlannedCache, StaticBackbone
 from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -41,18 +41,12 @@ class Replay:
     def record(self) -> Iterator[None]:
         """Remembers what `keep` needs of the one backbone call that is made inside, and in this thread."""
         self.before = {index: _copies(self.cache.layers[index]) for index in self.mixers}
-        hooks = [
-            mixer.register_forward_pre_hook(self._remember, with_kwargs=True)
-            for mixers in self.mixers.values()
-            for mixer in mixers
-        ]
         _OF_THREAD.recording = self
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(setattr, _OF_THREAD, "recording", None)
+            for mixer in (mixer for mixers in self.mixers.values() for mixer in mixers):
+                hooks.enter_context(mixer.register_forward_pre_hook(self._remember, with_kwargs=True))
             yield
-        finally:
-            _OF_THREAD.recording = None
-            for hook in hooks:
-                hook.remove()
 
     def _remember(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs | None = None) -> None:
         # a hook that its thread removes while another one is about to call it gets no keyword arguments any more

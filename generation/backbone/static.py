@@ -25,7 +25,6 @@ from transformers.cache_utils import DynamicLayer
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
 from ..tensors.buffers import Buffers, lend
-from ..tensors.masks import cached_range
 from ..tensors.wrapped_models import Kwargs
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
@@ -111,7 +110,7 @@ class FixedLayout(CacheLayout):
         """Note the slots of the next block."""
         self.capacity = max(self.capacity, rounded(self.limit + count))  # where the longest block was not known
         self.reserve(count)
-        columns = (self.ends[:, None] + cached_range(self.block_offset, count, self.ends.device))[:, None]  # [B, 1, F]
+        columns = self.block_columns(count)[:, None]  # [B, 1, F]
         self.block_slots = tuple(columns % self.size(is_ring) for is_ring in (False, True))
 
 

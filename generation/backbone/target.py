@@ -31,8 +31,7 @@ from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
 from ..tensors.wrapped_models import Kwargs
-from .cache import CacheLayout, RaggedLayer, block_mask
-from .indexed import AlignedLayer, BlockLayer, PositionedLayer
+from .cache import AlignedLayer, BlockLayer, CacheLayout, PositionedLayer, RaggedLayer, block_mask
 from .replay import Replay
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}

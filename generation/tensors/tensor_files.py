@@ -1,4 +1,4 @@
-"""Tensors of checkpoints that other tools wrote: safetensors, archives of numpy, and pickles of tensors alone."""
+"""Tensors of checkpoints that other tools wrote: safetensors, and pickles of tensors alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
-from zipfile import BadZipFile, ZipFile
 
 import torch
 import yaml
@@ -35,7 +33,6 @@ HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only"
 """Arguments of `from_pretrained` that locate files."""
 _MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")  # names of files without a directory or a drive
-_MOST_PACKED, _SMALL = 64, 1 << 24  # bytes of arrays for each byte of an archive, and in any case
 _MOST_SETTINGS, _MOST_ALIASES = 1 << 20, 16  # bytes and aliases of settings in YAML
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
@@ -111,7 +108,7 @@ def write_json(file: Path, values: Mapping[str, object]) -> None:
 def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tensors:
     """Return the tensors of all files whose names (see `unwrapped`) begin with `prefix`, which is removed.
 
-    Files are `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
+    Files are `.safetensors`, or anything else that `torch.load` reads with `weights_only=True`.
     """
     tensors: Tensors = {}
     for file in map(Path, files):
@@ -122,7 +119,7 @@ def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tens
                     wanted = {name: stored for stored, name in names.items() if name.startswith(prefix)}
                     tensors |= {name.removeprefix(prefix): opened.get_tensor(each) for name, each in wanted.items()}
             else:
-                found = _read_npz(file) if file.suffix == ".npz" else read_pickle(file)
+                found = read_pickle(file)
                 names = unwrapped(found)
                 tensors |= below({names[stored]: tensor for stored, tensor in found.items()}, prefix)
     return tensors
@@ -185,7 +182,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (*OF_FILES, OSError, EOFError, BadZipFile, TypeError, ValueError, yaml.YAMLError) as error:
+    except (*OF_FILES, OSError, EOFError, TypeError, ValueError, yaml.YAMLError) as error:
         raise unusable(file, error) from error
 
 
@@ -243,26 +240,6 @@ def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:
     """Refuse tensors that a layout does not know, so that none is skipped silently."""
     if names := sorted(names):
         raise ValueError(f"{owner}: {len(names)} tensors are not known in this layout: {', '.join(names[:5])}")
-
-
-def _read_npz(file: Path) -> Tensors:
-    """Return the arrays of an archive, none of which is read before all headers were."""
-    import numpy as np
-    from numpy.lib import format as npy
-
-    with ZipFile(file) as archive:
-        if sum(entry.file_size for entry in archive.infolist()) > _MOST_PACKED * file.stat().st_size + _SMALL:
-            raise ValueError(f"{file}: its arrays are far larger than the file")
-        for entry in archive.infolist():
-            with archive.open(entry) as stream:
-                version = npy.read_magic(stream)
-                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                shape, _, dtype = read(stream)
-                size = entry.file_size - stream.tell()
-            if dtype.hasobject or size != prod(shape) * dtype.itemsize:
-                raise ValueError(f"{file}: {entry.filename} holds {size} bytes, and says that it is {dtype} {shape}")
-    with np.load(file, allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
 def _found(name: str | PathLike[str], files: Sequence[str], variant: str | None, hub: Fields) -> str | None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
+from accelerate.utils.modeling import get_state_dict_offloaded_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
@@ -119,28 +120,11 @@ def checkpointing_paused(model: nn.Module) -> Iterator[None]:
             state["gradient_checkpointing"] = True
 
 
-@contextmanager
-def weights_fetched(module: nn.Module) -> Iterator[None]:
-    """Let accelerate's hook fetch the weights that a module holds itself, where they are offloaded."""
-    hook = vars(module).get("_hf_hook")
-    if hook is not None:
-        hook.pre_forward(module)
-    try:
-        yield
-    finally:
-        if hook is not None:
-            hook.post_forward(module, None)
-
-
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all submodules."""
-    state = dict(model.state_dict())
-    for prefix, module in model.named_modules():
-        if "_hf_hook" in vars(module):
-            with weights_fetched(module):
-                fetched = module.state_dict(prefix=f"{prefix}." if prefix else "")
-                state |= {name: tensor for name, tensor in fetched.items() if not tensor.is_meta}
-    return state
+    """Return the state dict of a model, with weights that are offloaded."""
+    state = model.state_dict()
+    is_offloaded = any(tensor.is_meta for tensor in state.values())
+    return state | get_state_dict_offloaded_model(model) if is_offloaded else state
 
 
 def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:

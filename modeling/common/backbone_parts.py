@@ -14,6 +14,7 @@ from itertools import repeat
 from typing import Any, cast
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -31,7 +32,7 @@ from ...configuration.mtp_families import REFUSED
 from ...generation.tensors.masks import model_mask
 from ...generation.tensors.shared_models import call_frozen, is_unit
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import Kwargs, untyped, weights_fetched
+from ...generation.tensors.wrapped_models import Kwargs, untyped
 from .draft_vocabulary import DraftVocabulary
 
 Map = Callable[[Tensor], Tensor]
@@ -160,7 +161,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             if own.bias is not None:
                 own.bias.copy_(other(own.weight.new_zeros(1, own.in_features))[0])  # what it makes of 0
             continue
-        with weights_fetched(other):
+        with align_module_device(other):
             stored = dict(other.named_parameters(recurse=False))
             for part, weight in own.named_parameters(recurse=False):
                 weight.copy_(_gathered(stored[part]))

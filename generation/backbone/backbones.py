@@ -24,45 +24,40 @@ from .static import PlannedCache, StaticBackbone
 from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-_KINDS = (
-    DynamicLayer,
-    DynamicIndexedLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    _EMPTY,
-)
-_FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAttentionLayer)
+_FIXED = (DynamicLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, _EMPTY)
 """Layers that have a counterpart in a cache that never moves."""
+_KINDS = (*_FIXED, LinearAttentionAndFullAttentionLayer)
 _CONVOLVED = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Layers with short convolutions and attention."""
 _FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
 """Models whose mixers compute a block of several tokens otherwise than single ones, without the state before it say."""
-_CAUSAL = ("gpt_neox_japanese",)
-"""Decoders that neither config nor layers identify."""
-_IMAGES_APART = ("git",)
-"""Models whose cache begins with columns of an image, which masks lack."""
 
 
 def check_model(model: PreTrainedModel, instead: str = "attach to another backbone") -> None:
     """Refuse a model whose blocks mean something else than its tokens one by one; the message ends with `instead`."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder, and no causal language model; {instead}")
+    if (reason := _unfit(model)) is not None:
+        raise ValueError(f"{type(model).__name__}: {reason}; {instead}")
+
+
+def _unfit(model: PreTrainedModel) -> str | None:
+    kind, config = type(model), model.config
+    if config.is_encoder_decoder:
+        return "an encoder-decoder is no causal language model"
     if not isinstance(model, PreTrainedModel):  # something that stands in for one is taken at its word
-        return
-    if _looks_ahead(model):
-        raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones, it is no causal model; {instead}")
-    if not model.can_generate():
-        raise ValueError(f"{name} has no head of a language model (no GenerationMixin); {instead}")
-    if model.config.model_type in _IMAGES_APART:
-        raise ValueError(f"{name}: its cache has columns of a picture that masks lack; {instead}")
-    if not model._is_stateful and not any(_takes(type(model), cache) for cache in NAMES):
-        raise ValueError(f"{name}: its forward takes no {CACHE}; {instead}")
+        return None
+    # some decoders have a config of an encoder, and layers that are causal, or do not say it
+    is_decoder = getattr(config, "is_decoder", True) or config.model_type == "gpt_neox_japanese"
+    if not is_decoder and not any(getattr(part, "is_causal", False) for part in model.get_decoder().modules()):
+        return "is_decoder=False: its tokens attend to later ones"
+    if config.model_type == "git":
+        return "its cache has columns of a picture that masks lack"
+    if not model._is_stateful and not any(_takes(kind, cache) for cache in NAMES):
+        return f"its forward takes no {CACHE}"
     # with ALiBi only distances count; a model of states decodes plainly, or has its own rollback
     is_free = traits_of(model).has_alibi or model._is_stateful or has_own_cache(model)
     if not is_free and not any(_takes(type(part), "position_ids") for part in (model, model.get_decoder())):
-        raise ValueError(f"{name}: its forward takes no position_ids; {instead}")
+        return "its forward takes no position_ids"
+    return None
 
 
 def _takes(kind: type, name: str) -> bool:
@@ -91,13 +86,6 @@ def takes_dense_masks(model: PreTrainedModel) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _looks_ahead(backbone: PreTrainedModel) -> bool:
-    """Return whether a model is an encoder; some decoders have a config of an encoder, and layers that are causal."""
-    if getattr(backbone.config, "is_decoder", True) or backbone.config.model_type in _CAUSAL:
-        return False
-    return not any(getattr(module, "is_causal", False) for module in backbone.get_decoder().modules())
 
 
 def is_repackable(cache: Cache, traits: Traits) -> bool:

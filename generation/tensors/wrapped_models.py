@@ -232,17 +232,22 @@ class WrapperMixin:
 
 def carries_adapters(model: nn.Module) -> bool:
     """Return whether peft has wrapped a model or put adapters into it."""
-    return hasattr(model, "peft_config") or any(map(_is_adapted, model.modules()))
+    return hasattr(model, "peft_config") or bool(_adapted_layers(model))
 
 
-def _is_adapted(layer: nn.Module) -> bool:
+def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers that peft has adapted, with their names."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # without an import nothing can be adapted
-    return tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
+    if tuners is None:
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
 
 
 def base_layer(layer: nn.Module) -> nn.Module:
     """Return the layer that peft has adapted, or the layer itself."""
-    return cast(Any, layer).get_base_layer() if _is_adapted(layer) else layer
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    is_adapted = tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
+    return cast(Any, layer).get_base_layer() if is_adapted else layer
 
 
 def merged_copy(model: Any) -> PreTrainedModel:
@@ -257,9 +262,8 @@ def merged_copy(model: Any) -> PreTrainedModel:
     if any(type(layer).__name__ == "GatedLinear" for layer in within.modules()):
         raise ValueError("gated adapters of a PTPForCausalLM cannot be merged: pass the model that it was made from")
     copied = sharing_copy(within, ignore_adapters=True)
-    for name, layer in [*copied.named_modules()]:
-        if _is_adapted(layer):
-            copied.set_submodule(name, _merged(layer))
+    for name, layer in _adapted_layers(copied):
+        copied.set_submodule(name, _merged(layer))
     for name in ("peft_config", "_hf_peft_config_loaded"):
         vars(copied).pop(name, None)
     return copied
@@ -271,8 +275,7 @@ def adapter_marks(model: nn.Module) -> tuple[Hashable, ...]:
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple(getattr(layer, "scaling", {}).items())
         + tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in layer.parameters())
-        for layer in cast(Iterator[Any], model.modules())
-        if _is_adapted(layer)
+        for _, layer in _adapted_layers(model)
     )
 
 

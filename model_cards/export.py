@@ -22,11 +22,11 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 
 from ..configuration.fields import refuse
 from ..configuration.mtp_families import family_of
+from ..generation.backbone.wrapped_models import untyped
 from ..generation.call.options import GENERATE_KWARGS
 from ..generation.drafter import BaseDrafter
 from ..generation.tensors.saving import whole_directory
 from ..generation.tensors.tensor_files import tensor_dtypes
-from ..generation.tensors.wrapped_models import untyped
 from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.main_model import has_towers

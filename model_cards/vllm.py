@@ -25,9 +25,9 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..configuration.fields import refuse
+from ..generation.backbone.wrapped_models import untyped
 from ..generation.tensors.sampling import draw
 from ..generation.tensors.tensor_files import read_tensors, refuse_unknown
-from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.heads.family import FAMILIES, build_head, distribution_after
 

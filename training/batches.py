@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..generation.tensors.wrapped_models import untyped
+from ..generation.backbone.wrapped_models import untyped
 from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.heads.losses import IGNORE
 from .columns import PER_TOKEN, ReadingCollator, ReadRows, RowReader

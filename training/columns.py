@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from ..generation.tensors.wrapped_models import Kwargs
+from ..generation.backbone.wrapped_models import Kwargs
 from ..modeling.common.recording import STATES, SUMMARIES
 from ..modeling.heads.losses import IGNORE
 from .utils import needs_extra

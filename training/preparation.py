@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..configuration.transformers_names import obstacle_of_peft
+from ..generation.backbone.wrapped_models import WrapperMixin, carries_adapters, untyped
 from ..generation.drafter import BaseDrafter
-from ..generation.tensors.wrapped_models import WrapperMixin, carries_adapters, untyped
 from ..modeling.common.outputs import TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy

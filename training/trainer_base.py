@@ -25,8 +25,8 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from ..generation.backbone.shared_models import gathered_state, shares_hidden
 from ..generation.tensors.saving import finish, whole_directory
-from ..generation.tensors.shared_models import gathered_state, shares_hidden
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from .batches import BatchingMixin, Collator, Inputs

@@ -17,11 +17,11 @@ from transformers.cache_utils import (
 
 from ...configuration.cache_names import CACHE, NAMES
 from ..tensors.masks import check_attention
-from ..tensors.wrapped_models import Kwargs, has_own_cache
 from .repacking import LockstepBackbone, RealignedBackbone
 from .special import CompressedBackbone, ConvolvedBackbone
 from .static import PlannedCache, StaticBackbone
 from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
+from .wrapped_models import Kwargs, has_own_cache
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
 _FIXED = (DynamicLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, _EMPTY)

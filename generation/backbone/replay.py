@@ -21,7 +21,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...configuration.cache_names import name_of_cache
-from ..tensors.wrapped_models import Kwargs
+from .wrapped_models import Kwargs
 
 _STATES = ("conv_states", "recurrent_states")
 _INPUTS = ("hidden_states", "input_ids")

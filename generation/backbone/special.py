@@ -25,9 +25,9 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from ...configuration.fields import has_short_convolutions
 from ..contract import DraftTree, each_state
 from ..tensors.masks import cached_arange, cached_range
-from ..tensors.wrapped_models import Kwargs
 from .cache import STATES, CacheLayout, RaggedLayer, Slots, laid_out, rounded
 from .target import RaggedBackbone, layer_class
+from .wrapped_models import Kwargs
 
 _PARTS = {"kv": 0.0, "gate": -torch.inf}
 """What entries are made of, and what stands for it before the first window."""

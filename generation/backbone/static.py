@@ -25,9 +25,9 @@ from transformers.cache_utils import DynamicLayer
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
 from ..tensors.buffers import Buffers, lend
-from ..tensors.wrapped_models import Kwargs
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
+from .wrapped_models import Kwargs
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 

@@ -30,9 +30,9 @@ from ...configuration.fields import (
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
-from ..tensors.wrapped_models import Kwargs
 from .cache import AlignedLayer, BlockLayer, CacheLayout, PositionedLayer, RaggedLayer, block_mask
 from .replay import Replay
+from .wrapped_models import Kwargs
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""

@@ -19,7 +19,7 @@ from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
 from ...configuration.cache_names import CACHE, NAMES
-from ..tensors.wrapped_models import Kwargs, is_base
+from ..backbone.wrapped_models import Kwargs, is_base
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
 """Kinds of tokens, which `backbone.target.Continuation` continues."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..backbone.wrapped_models import Kwargs
 from ..contract import DraftTree
 from ..tensors.sampling import draw
-from ..tensors.wrapped_models import Kwargs
 from .constraints import DraftMasks
 from .processing import Processing
 from .sequences import Sequences

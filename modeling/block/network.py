@@ -26,9 +26,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.cache_names import CACHE
+from ...generation.backbone.wrapped_models import untyped
 from ...generation.contract import DraftTree, taken
 from ...generation.tensors.masks import cached_arange, check_attention, model_mask
-from ...generation.tensors.wrapped_models import untyped
 from ..common.backbone_parts import dtype_of, frozen, output_embeddings
 from ..common.learning import DraftModel, States
 from ..heads.window_distribution import PartialDistribution, WindowDistribution, exact

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ... import __version__
+from ...generation.backbone.shared_models import holds_shares
+from ...generation.backbone.wrapped_models import fingerprint, untyped
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.shared_models import holds_shares
 from ...generation.tensors.tensor_files import check_stored, hub_options
-from ...generation.tensors.wrapped_models import fingerprint, untyped
 from .remote_code import RemoteCodeMixin, add_code, is_ours
 
 LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)

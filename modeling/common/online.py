@@ -13,10 +13,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ...configuration.fields import check_values
+from ...generation.backbone.shared_models import is_unit, readable
 from ...generation.call.sequences import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
-from ...generation.tensors.shared_models import is_unit, readable
 from .recording import OnlineBuffer, RecordingSession, collate
 
 _MAX_NORM = 1.0

@@ -42,6 +42,7 @@ from ...configuration.mtp_families import (
     num_layers,
     set_modules,
 )
+from ...generation.backbone.wrapped_models import Kwargs, untyped, whole_state
 from ...generation.tensors.tensor_files import (
     Names,
     read_tensors,
@@ -49,7 +50,6 @@ from ...generation.tensors.tensor_files import (
     tensor_dtypes,
     weight_files,
 )
-from ...generation.tensors.wrapped_models import Kwargs, untyped, whole_state
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..common.loading import StrictLoadingMixin

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, family_of
-from ...generation.tensors.wrapped_models import Kwargs, input_embeddings
+from ...generation.backbone.wrapped_models import Kwargs, input_embeddings
 from ..common.backbone_parts import final_norm
 
 

@@ -18,14 +18,8 @@ from ...configuration.fields import field
 from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
-from ...generation.call.options import CallOptions, DraftOptions
-from ...generation.contract import requested_states
-from ...generation.drafter import DRAFTERS, DrafterFacts
-from ...generation.tensors.masks import selected_positions
-from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.shared_models import parameters_frozen
-from ...generation.tensors.tensor_files import check_stored, hub_options
-from ...generation.tensors.wrapped_models import (
+from ...generation.backbone.shared_models import parameters_frozen
+from ...generation.backbone.wrapped_models import (
     Kwargs,
     PicklableMixin,
     WrapperMixin,
@@ -33,6 +27,12 @@ from ...generation.tensors.wrapped_models import (
     input_embeddings,
     untyped,
 )
+from ...generation.call.options import CallOptions, DraftOptions
+from ...generation.contract import requested_states
+from ...generation.drafter import DRAFTERS, DrafterFacts
+from ...generation.tensors.masks import selected_positions
+from ...generation.tensors.saving import reads_whole
+from ...generation.tensors.tensor_files import check_stored, hub_options
 from ..common.backbone_parts import output_embeddings, text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..common.online import OnlineMixin

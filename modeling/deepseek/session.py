@@ -32,6 +32,7 @@ from ...configuration.fields import chooses_blocks, masks_padding_alone
 from ...generation.backbone.cache import drafter_layout, of_accepted
 from ...generation.backbone.special import module_layers, own_columns
 from ...generation.backbone.target import note_positions
+from ...generation.backbone.wrapped_models import Kwargs
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chain_of
 from ...generation.call.sequences import NewTokens, Sequences
@@ -45,7 +46,6 @@ from ...generation.contract import (
     taken,
 )
 from ...generation.tensors.masks import cached_arange, cached_range
-from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, grow, most_nodes
 from ..common.backbone_parts import part_logits
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...generation.tensors.shared_models import LayerDivision
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.backbone.shared_models import LayerDivision
+from ...generation.backbone.wrapped_models import Kwargs
 
 Products = list[tuple[Tensor, Tensor]]
 """A x and s B of each of some adapters."""

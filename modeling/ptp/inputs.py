@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field, refuse
 from ...configuration.ptp import PTPConfig
+from ...generation.backbone.wrapped_models import has_own_cache
 from ...generation.tensors.masks import check_attention
 from ...generation.tensors.uniforms import uniform_features
-from ...generation.tensors.wrapped_models import has_own_cache
 
 SLOT_PARTS = ("uniform_embedding", "mask_embedding", "sampler")
 """Names of the modules other than the adapters; each variant has some of them."""

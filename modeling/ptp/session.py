@@ -29,6 +29,7 @@ from ...configuration.ptp import PTPConfig
 from ...generation.assistant.session import AssistantSession, SharedVocabulary
 from ...generation.backbone.cache import block_mask
 from ...generation.backbone.target import RaggedBackbone
+from ...generation.backbone.wrapped_models import untyped
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
@@ -45,7 +46,6 @@ from ...generation.contract import (
 )
 from ...generation.tensors.masks import cached_arange, cached_range, made_once, to_device
 from ...generation.tensors.sampling import pick
-from ...generation.tensors.wrapped_models import untyped
 from ...generation.verification.verifiers import Uniforms
 from ..heads.window_distribution import WindowDistribution
 from .inputs import GREEDY

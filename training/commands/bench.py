@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from ... import __version__
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.backbone.wrapped_models import Kwargs
 from ..evaluation.bench import LINES, PLAIN, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import methods_of

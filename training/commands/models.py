@@ -21,9 +21,9 @@ from transformers import (
 
 from ...configuration import PTPConfig
 from ...generation.attach import MTPGenerationMixin
+from ...generation.backbone.shared_models import load_sharded
+from ...generation.backbone.wrapped_models import Kwargs, untyped
 from ...generation.drafter import DRAFTERS
-from ...generation.tensors.shared_models import load_sharded
-from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.heads.losses import IGNORE

@@ -24,11 +24,11 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter
+from ...generation.backbone.wrapped_models import untyped
 from ...generation.lookups.lookahead import LookaheadDrafter
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
-from ...generation.tensors.wrapped_models import untyped
 from ...modeling import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...generation.tensors.wrapped_models import untyped
+from ...generation.backbone.wrapped_models import untyped
 from ..utils import one_line
 from .decoders import Decoder, MakesModel, letters, plain, small_model
 from .sampled import ALARM, LAST, VOCABULARY, CoarseTests, Damping, Follows, Law, plain_probabilities, verdict_of

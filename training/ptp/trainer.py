@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ...generation.tensors.shared_models import check_whole, shard
-from ...generation.tensors.wrapped_models import checkpoints_activations
+from ...generation.backbone.shared_models import check_whole, shard
+from ...generation.backbone.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, at_rest

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
 from tests.families import CHUNKED, family_config, shake
-from tests.gemma4_models import gemma4
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tests.tree_drafters import KnowingChains, KnowingTrees
@@ -140,25 +139,6 @@ def test_calls_of_two_threads_share_no_buffer():
     assert all(map(torch.equal, texts, plain * 3))
 
 
-def test_processors_that_are_no_accelerators_compile_nothing_unasked():
-    model = model_of("gemma3")
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
-
-
-def test_room_that_the_config_asks_for_serves_longer_calls_without_a_new_graph():
-    model, options = model_of("llama"), {"compile_config": compiled(), "max_cache_len": 150}
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    decoded(model, drafter, 5, **options)
-    assert graphs() == 1
-    batch = left_padded([torch.arange(2, 40)] * 4)
-    common = GREEDY | dict(max_new_tokens=60)
-    plain = model.generate(**batch, **common)
-    graphs()
-    assert torch.equal(model.generate(**batch, **common, **STATIC, **options, assistant_model=drafter).sequences, plain)
-    assert graphs() == 0
-
-
 def test_drafts_stop_at_the_end_of_a_table_of_positions():
     model, prompt = model_of("gpt2"), torch.randint(2, 48, (1, 240))
     plain = model.generate(prompt, **GREEDY | dict(max_new_tokens=17))
@@ -189,15 +169,6 @@ def test_slots_ride_along_in_one_graph(model, options):
         out = model.generate(**batch, **GREEDY, **STATIC, **options)
         assert torch.equal(out.sequences, plain) and graphs() == number
         accepted |= set().union(*out.speculation.rows_accepted)
-
-
-def test_layers_that_take_no_fixed_room_decode_plainly():
-    for name in ["qwen3_next", "glm_moe_dsa"]:
-        torch.manual_seed(0)
-        model = shake(AutoModelForCausalLM.from_config(family_config(name))).eval()
-        drafter = NgramDrafter().attach(model)
-        with pytest.raises(ValueError, match="use_mtp=True.*cache_implementation='static'"):
-            model.generate(torch.randint(2, 24, (1, 9)), **GREEDY, **STATIC, assistant_model=drafter)
 
 
 SIZES = dict(
@@ -232,10 +203,3 @@ def test_texts_leave_the_window_that_all_layers_have(name, kind, monkeypatch):
     assert torch.equal(model.generate(prompt, assistant_model=drafter, **options).sequences, plain)
     out = model.generate(inputs_embeds=embeds, assistant_model=NgramDrafter().attach(model), **options)
     assert torch.equal(out.sequences, plain[:, 11:])
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared layers", "own layers"])
-def test_layers_with_heads_of_several_widths(shared):
-    """Gemma 4 has wider heads in layers without a window."""
-    model = gemma4(is_sharing=shared).double()
-    decoded(model, KnowingChains(48).attach(model), 5, num_assistant_tokens=4)

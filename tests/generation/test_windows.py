@@ -8,13 +8,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.assisted import assisted_generate
-from tests.families import CHUNKED, family_config, family_model, shake
+from tests.families import CHUNKED, family_config, shake
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, KnowingChains, KnowingTrees
 from tokenahead import AssistantDrafter
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone.cache import RaggedLayer
-from tokenahead.modeling.deepseek import session as modules
 
 WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
 NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
@@ -115,27 +114,6 @@ def test_generation_continues_behind_rows_that_ended_early(name, kind):
     assert torch.equal(again.sequences, expected)
     assert torch.equal(model.generate(**turn, past_key_values=other, **options).sequences, expected)
     assert set(columns(other)) == set(columns(given)) == {WINDOW - 1}
-
-
-@pytest.mark.by_day("2")
-@pytest.mark.parametrize("lag", [2, 64])
-def test_modules_with_a_window_hold_no_more_either(lag, step, monkeypatch):
-    """And row by row their drafts are those of a cache that forgets nothing."""
-    monkeypatch.setattr(modules, "_LAG", lag)
-    model = family_model("mistral", 4, vocab_size=3, num_nextn_predict_layers=2)
-    generator, made, make = torch.Generator().manual_seed(1), [], model.mtp.new_cache
-    monkeypatch.setattr(model.mtp, "new_cache", lambda: made.append(make()) or made[-1])
-    inputs = left_padded([torch.randint(0, 3, (length,), generator=generator) for length in (9, 5, 1, 12)])
-    options = OPTIONS | {"max_new_tokens": NEW}
-    plain = model.generate(**inputs, use_mtp=False, **options)
-    ours = model.generate(**inputs, num_assistant_tokens=3, **options)
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert columns(ours.past_key_values) == columns(plain.past_key_values)
-    assert made[0].get_seq_length() > NEW and 0 < max(columns(made[0])) <= WINDOW + 2 * (lag + 5) + 4 + step
-    monkeypatch.setattr(model.mtp, "new_cache", DynamicCache)
-    whole = model.generate(**inputs, num_assistant_tokens=3, **options).speculation
-    assert ours.speculation.rows_drafts == whole.rows_drafts
-    assert set().union(*whole.rows_accepted) == {0, 1, 2, 3}
 
 
 @pytest.mark.by_day("gpt_oss")

@@ -85,16 +85,6 @@ def test_what_is_no_index_is_named(content, tmp_path):
             read(file)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no devices")
-def test_an_index_names_no_device(tmp_path):
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
-    for name in ("pipe.safetensors", "zero.safetensors"):
-        (tmp_path / "a.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"w": name}}))
-        with pytest.raises(ValueError, match="no plain file"):
-            read_index(tmp_path / "a.index.json")
-
-
 def test_an_index_that_config_json_names_is_read_with_the_same_care(tmp_path):
     load = _saved("heads", folder := tmp_path / "folder")
     _index(folder, "../outside.safetensors", "other.safetensors.index.json")
@@ -102,14 +92,6 @@ def test_an_index_that_config_json_names_is_read_with_the_same_care(tmp_path):
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"other\.safetensors\.index\.json"):
         load(folder)
-
-
-def test_a_sound_index_loads(tmp_path):
-    load = _saved("heads", folder := tmp_path / "folder")
-    _index(folder, "shard-1.safetensors")
-    (folder / "model.safetensors").rename(folder / "shard-1.safetensors")
-    stored, found = load_file(folder / "shard-1.safetensors"), load(folder).state_dict()
-    assert stored and all(torch.equal(found[name], value) for name, value in stored.items())
 
 
 def _numbers(fields, path=()):
@@ -174,17 +156,6 @@ def test_numbers_in_names_of_tensors_are_consecutive(layout, place, tmp_path):
     save_file(extra, file) if file.suffix == ".safetensors" else torch.save(extra, file)
     with pytest.raises(ValueError, match=r"999999999|count"):
         MTPHeads.from_official(tmp_path)
-
-
-def test_layers_of_an_eagle_head_are_consecutive(tmp_path):
-    EagleHead.from_backbone(llama(), version=1).export(tmp_path, "official")
-    file = next(file for file in tmp_path.iterdir() if file.suffix in (".bin", ".safetensors"))
-    tensors = read_tensors([file])
-    name = next(name for name in tensors if "layers.0." in name)
-    tensors[name.replace("layers.0.", "layers.999999999.")] = tensors[name].clone()
-    save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
-    with pytest.raises(ValueError, match="999999999"):
-        EagleHead.from_pretrained(tmp_path)
 
 
 def test_a_pickle_of_more_than_tensors_is_named_in_one_line(tmp_path):

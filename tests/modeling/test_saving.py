@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.every_model import every_model, llama, moved_heads
 from tests.models import tiny_model
@@ -27,26 +26,6 @@ def made(kind: str):
 
 def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.by_day("evabyte_ff", "heads", "tokenizer")
-@pytest.mark.core_cases("evabyte_ff")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, monkeypatch):
-    thing, base = made(kind), PreTrainedTokenizerBase if kind == "tokenizer" else PreTrainedModel
-    thing.save_pretrained(tmp_path / "old")
-    before, save = contents(tmp_path / "old"), base.save_pretrained
-
-    def crashing(*args, **kwargs):
-        save(*args, **kwargs)
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(base, "save_pretrained", crashing)
-    for folder in ("old", "new/deep/folder"):
-        with pytest.raises(OSError, match="no space left"):
-            thing.save_pretrained(tmp_path / folder, remote_code=None)
-    assert contents(tmp_path / "old") == before
-    assert [path for path in (tmp_path / "new").rglob("*") if not path.is_dir()] == []
 
 
 @pytest.mark.by_day("evabyte_ff", "heads", "tokenizer")
@@ -128,12 +107,6 @@ def test_layouts_of_others_carry_no_code(tmp_path):
     assert set(contents(tmp_path / "saved")) == {"config.json", "model.safetensors"}
     with pytest.raises(ValueError, match="'vllm'"):
         head.save_pretrained(tmp_path / "bundle", remote_code="bundle")
-
-
-def test_registering_a_class_of_ours_does_not_copy_code_twice(tmp_path):
-    EvaByteForMTPC.register_for_auto_class("AutoModelForCausalLM")  # a habit of authors of code on the Hub
-    tiny_model().save_pretrained(tmp_path)
-    assert [path.name for path in tmp_path.glob("*.py")] == []
 
 
 def test_weights_of_an_earlier_save_are_removed_and_those_of_another_variant_kept(tmp_path):

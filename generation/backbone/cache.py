@@ -161,8 +161,7 @@ class CacheLayout:
     def next_rows(self, count: int) -> tuple[Tensor, Tensor | None]:
         """Return the positions [B, F] of a drafter's next `count` tokens, and their mask [B, 1, F, W] or None."""
         self.is_maskless = not self.needs_mask(count)
-        mask = None if self.is_maskless else self.visible(count)[:, None]
-        return self.positions(count), mask
+        return self.positions(count), None if self.is_maskless else self.visible(count)[:, None]
 
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens, [B, F] int64: the real tokens before each."""
@@ -242,9 +241,6 @@ class CacheLayout:
         if min(self.lengths) + self.block_offset < 0:
             seen = seen | (self.ends[:, None] + block < 0)[..., None]  # nor have rows before column 0 an empty softmax
         return seen
-
-    def begin(self, count: int) -> None:
-        """Do nothing: slots of a block are noted where sizes are fixed alone."""
 
     def reserve(self, count: int) -> None:
         """Allocate columns for a block; layers grow when they are next written to."""
@@ -507,7 +503,7 @@ def grouped_attention(
     """Return what transformers' "sdpa" does, without a copy of keys and values for a `model_mask`."""
     is_usual = kwargs.get("position_bias") is None
     if (packed := getattr(attention_mask, PACKED, None) if is_usual else None) is None:
-        if not is_usual or (blocks := blocks_of(attention_mask)) is None:
+        if attention_mask is None or not is_usual or (blocks := blocks_of(attention_mask)) is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         parts = []
         for start, stop, mask in blocks:

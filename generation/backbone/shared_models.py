@@ -129,14 +129,12 @@ def share_draws(model: nn.Module) -> None:
 def check_whole(model: nn.Module, purpose: str) -> None:
     """Refuse a model whose layers tensor parallelism divides among processes."""
     if (size := tensor_parallel_size(model)) > 1:
-        name = type(model).__name__
-        raise ValueError(f"{purpose}: tensor parallelism divides {name} (tp_size={size}); load it whole")
+        raise ValueError(f"{purpose}: {type(model).__name__} is divided among tp_size={size} processes; load it whole")
 
 
 def holds_shares(model: nn.Module, learn: bool = False) -> bool:
     """Return whether this process has shares of a model's weights, of such as `learn`."""
-    shared = [each for each in model.parameters() if isinstance(each, DTensor)]
-    return any(each.requires_grad >= learn for each in shared)
+    return any(isinstance(each, DTensor) and each.requires_grad >= learn for each in model.parameters())
 
 
 def training_size(model: nn.Module, reader: str) -> int | None:
@@ -220,9 +218,8 @@ def shares_hidden(model: nn.Module) -> Iterator[None]:
 
 def gathered_state(model: nn.Module) -> dict[str, Tensor] | None:
     """Return the tensors of a model that processes share, whole; None: each process has a whole model."""
-    if not holds_shares(model):
-        return None
-    return {name: _whole(each).cpu() for name, each in model.state_dict().items()}
+    shared = holds_shares(model)
+    return {name: _whole(each).cpu() for name, each in model.state_dict().items()} if shared else None
 
 
 def gather(modules: Iterable[object]) -> None:

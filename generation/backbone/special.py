@@ -29,8 +29,7 @@ from .cache import STATES, CacheLayout, RaggedLayer, Slots, laid_out, rounded
 from .target import RaggedBackbone, layer_class
 from .wrapped_models import Kwargs
 
-_PARTS = {"kv": 0.0, "gate": -torch.inf}
-"""What entries are made of, and what stands for it before the first window."""
+_PARTS = {"kv": 0.0, "gate": -torch.inf}  # what entries are made of, and what stands for it before the first window
 
 
 class CompressedLayer(RaggedLayer):

@@ -83,8 +83,7 @@ class FixedLayout(CacheLayout):
             self.padding = hold(f"{name}.padding", self.padding)
 
     @property
-    def counts(self) -> Tensor:
-        """A copy: `ends` change in place."""
+    def counts(self) -> Tensor:  # a copy: `ends` change in place
         return self.ends.clone() if self.padding is None else self.ends - self.padding
 
     def keep(self, new: NewTokens) -> None:

@@ -116,7 +116,6 @@ class Target(CacheView, Protocol):
 
     def align(self, columns: int) -> None:
         """End the call: lay the cache out as the first `columns` columns of the returned sequences."""
-        ...
 
     def abandon(self) -> None:
         """End a call that failed: a user's cache keeps no layers that only our loop can use."""
@@ -160,9 +159,6 @@ class OwnCacheBackbone(Target):
         if (clear := getattr(self.cache, "clear_rejected", None)) is not None:
             clear()
 
-    def align(self, columns: int) -> None:
-        pass  # every sequence continues at its own end
-
 
 class Continuation:
     """The inputs of a call's tokens after its prompt, which has `counts` [B] real tokens."""
@@ -201,12 +197,7 @@ class Continuation:
 class DynamicCacheBackbone(Target):
     """A model on transformers' caches, whose columns its sequences share.
 
-    Args:
-        model: The backbone.
-        cache: Its cache, with the prompt in it.
-        like: A tensor [B] on the device of the tokens.
-        mask: [B, columns of the cache], 0 for padding; None where there is none.
-        model_kwargs: Prepared keyword arguments of the prefill.
+    `cache` holds the prompt, with the padding of `mask` [B, columns]; `like` [B] is on the device of the tokens.
     """
 
     supports_rollback, has_columns, takes_trees = True, True, False

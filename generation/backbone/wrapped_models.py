@@ -19,8 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from .shared_models import bind_forwards, check_whole, holds_shares, is_sharded, training_size
 
 Model = TypeVar("Model")
-Kwargs = dict[str, Any]
-"""Keyword arguments by name."""
+Kwargs = dict[str, Any]  # keyword arguments by name
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
 _OF_FRAMEWORKS = ("torch.", "transformers.", "accelerate.", "deepspeed.")
 _PER_SEQUENCE = {"adapter_names", "alora_offsets"}

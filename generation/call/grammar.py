@@ -64,13 +64,10 @@ class GrammarConstraint(AutomatonProcessor):
             from llguidance.hf import from_tokenizer
         except ImportError:
             raise ImportError("GrammarConstraint needs 'llguidance': pip install tokenahead[constraints]") from None
-        if json_schema is not None:
-            schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-            compiled = LLMatcher.grammar_from_json_schema(schema)
-        elif regex is not None:
-            compiled = LLMatcher.grammar_from_regex(regex)
-        else:
-            compiled = LLMatcher.grammar_from_lark(grammar or "")
+        if json_schema is not None and not isinstance(json_schema, str):
+            json_schema = json.dumps(json_schema)
+        read = {"json_schema": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex}
+        compiled = read.get(names[0], LLMatcher.grammar_from_lark)(json_schema or regex or grammar or "")
         self.size = len(tokenizer)
         if isinstance(tokenizer, ByteTokenizer):
             self.tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))

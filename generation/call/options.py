@@ -24,15 +24,13 @@ GENERATE_KWARGS = (
     "verification", "draft_tree", "uniforms", "seed", "slot_budget", "draft_vocabulary", "scope",
 )  # fmt: skip
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
-_ANY = 1 << 31
-"""More tokens than any call has."""
+_ANY = 1 << 31  # more tokens than any call has
 Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]
 """Keyword arguments and configs, of which the first that sets an option decides."""
 LONGEST_PATH = 32
 """More tokens than a path of any usual draft has: drafts of the longest sequences go beyond the end, and slots follow
 them. Shorter ones are never cut before a call, so that what schedules learned holds for calls of any length."""
-_LARGEST_TREE, _MOST_BRANCHES = 96, 16
-"""The same for the tokens of a tree, and for the branches of one without a size."""
+_LARGEST_TREE, _MOST_BRANCHES = 96, 16  # the same for the tokens of a tree, and for the branches of one without a size
 _ASSISTED = "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"
 
 

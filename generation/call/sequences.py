@@ -135,8 +135,7 @@ class Sequences:
         return self.ids.gather(1, columns.clamp(0, self.ids.shape[1] - 1))
 
     def columns(self, start: int, stop: int, pad: int, lengths: list[int] | None = None) -> Tensor:
-        """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after `lengths` (None: its
-        own)."""
+        """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after their `lengths`."""
         chosen = self.ids[:, start:stop]  # [B, stop - start]
         if min(lengths or self.lengths) >= stop:
             return chosen.clone()
@@ -162,9 +161,7 @@ class FixedSequences(Sequences):
         self.ended = hold("tokens.ended", torch.tensor(tokens.done, device=device))
         self.steps = cached_arange(capacity, device)
 
-    @property
-    def is_even(self) -> bool:
-        return False  # nothing is sliced at a length
+    is_even = False  # nothing is sliced at a length
 
     @property
     def longest(self) -> int:

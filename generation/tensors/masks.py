@@ -95,8 +95,7 @@ AttentionMaskInterface.register("sdpa", mask_by_documents)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_READ: list[list[object]] = []
-"""What is read of all that is made once, of every recording that is going on."""
+_READ: list[list[object]] = []  # what is read of all that is made once, of every recording that is going on
 
 
 def made_once(function: Callable[P, R], newest: int = 256) -> Callable[P, R]:

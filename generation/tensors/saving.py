@@ -31,12 +31,10 @@ from safetensors import SafetensorError
 P = ParamSpec("P")
 Result = TypeVar("Result")
 OF_FILES = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError),
-    *(SafetensorError, StrictDataclassError, UnpicklingError),
-)
+    ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError,
+)  # fmt: skip
 """What damaged files, and values in config.json that no model can have, raise in loaders."""
-PREFIX = ".tokenahead-"
-"""What names of files begin with that are no part of a saved directory."""
+PREFIX = ".tokenahead-"  # what names of files begin with that are no part of a saved directory
 _SAVING, _COMPLETE, _ARRIVING = f"{PREFIX}saving.", f"{PREFIX}complete.", f"{PREFIX}arriving."
 _LIST, _OLD = f"{PREFIX}list.json", f"{PREFIX}old."
 _KEYS = ("tokenizer_config.json", "params.json", "adapter_config.json", "config.json")

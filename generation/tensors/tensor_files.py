@@ -22,10 +22,8 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from ...configuration.fields import check_counts
 from .saving import OF_FILES, unusable
 
-Tensors = dict[str, Tensor]
-"""Tensors by name."""
-Fields = dict[str, Any]
-"""Fields of a JSON file."""
+Tensors = dict[str, Tensor]  # tensors by name
+Fields = dict[str, Any]  # fields of a JSON file
 Value = TypeVar("Value")
 Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
@@ -49,10 +47,8 @@ def optional_file(name: str | PathLike[str], file: str, hub: Fields) -> str | No
 
 def read_json(file: Path) -> Fields:
     """Return the fields of a JSON file; an empty dict where there is no such file."""
-    if not file.is_file():
-        return {}
     with naming(file):
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def read_yaml(file: Path) -> Fields:
@@ -120,8 +116,7 @@ def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tens
                     tensors |= {name.removeprefix(prefix): opened.get_tensor(each) for name, each in wanted.items()}
             else:
                 found = read_pickle(file)
-                names = unwrapped(found)
-                tensors |= below({names[stored]: tensor for stored, tensor in found.items()}, prefix)
+                tensors |= below(dict(zip(unwrapped(found).values(), found.values())), prefix)
     return tensors
 
 
@@ -200,8 +195,7 @@ def below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-_FIELDS = {"part": "weight|bias", "rest": ".*"}
-"""What fields of `Names` match; any other one matches a number."""
+_FIELDS = {"part": "weight|bias", "rest": ".*"}  # what fields of `Names` match; any other one matches a number
 
 
 @cache

@@ -242,6 +242,9 @@ class CacheLayout:
             seen = seen | (self.ends[:, None] + block < 0)[..., None]  # nor have rows before column 0 an empty softmax
         return seen
 
+    def begin(self, count: int) -> None:
+        """Note the slots of the next block, where sizes are fixed."""
+
     def reserve(self, count: int) -> None:
         """Allocate columns for a block; layers grow when they are next written to."""
         end, span = max(self.lengths) + self.block_offset + count, max(self.span, self.block_offset + count)

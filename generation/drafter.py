@@ -15,8 +15,7 @@ from transformers.utils import logging
 
 from ..configuration.heads import MTPHeadConfig
 from ..configuration.loss_options import LossOptions
-from .backbone.shared_models import training_size
-from .backbone.wrapped_models import Kwargs
+from .backbone.wrapped_models import Kwargs, training_size
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder

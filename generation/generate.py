@@ -41,9 +41,15 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, NAMES, renamed
 from .backbone.backbones import target_of
-from .backbone.shared_models import readable, share_draws, tensor_parallel_size
 from .backbone.target import OwnCacheBackbone, Target, traits_of
-from .backbone.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments
+from .backbone.wrapped_models import (
+    Kwargs,
+    checkpointing_paused,
+    drop_peft_arguments,
+    readable,
+    share_draws,
+    tensor_parallel_size,
+)
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import PrefillOutput, SpeculativeCache
 from .drafter import BaseDrafter

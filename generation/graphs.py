@@ -29,8 +29,8 @@ from transformers import StoppingCriteria
 from transformers.utils import logging
 
 from .backbone.wrapped_models import has_foreign_hooks, peft_arguments
+from .call.constraints import ON_DEVICE
 from .call.options import DraftOptions
-from .call.positions import ON_DEVICE
 from .call.sequences import Graphs
 from .contract import DraftSession, DraftTree
 from .tensors.buffers import Buffers

@@ -12,8 +12,7 @@ from accelerate.utils import gather_object, send_to_device
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..generation.backbone.shared_models import is_sharded, readable
-from ..generation.backbone.wrapped_models import untyped
+from ..generation.backbone.wrapped_models import is_sharded, readable, untyped
 from .batches import at_rest
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs

@@ -28,7 +28,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..generation.backbone.shared_models import check_whole, is_sharded
+from ..generation.backbone.wrapped_models import check_whole, is_sharded
 from ..generation.tensors.saving import PREFIX, whole_file
 from .utils import one_line, replace_file
 

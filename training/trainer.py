@@ -13,8 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils.generic import ModelOutput
 
-from ..generation.backbone.shared_models import shard
-from ..generation.backbone.wrapped_models import untyped
+from ..generation.backbone.wrapped_models import shard, untyped
 from ..modeling.common.outputs import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from ..generation.backbone.shared_models import gathered_state, shares_hidden
+from ..generation.backbone.wrapped_models import gathered_state, shares_hidden
 from ..generation.tensors.saving import finish, whole_directory
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets

@@ -24,9 +24,8 @@ from transformers.utils import find_adapter_config_file
 from ...configuration.fields import field, has_short_convolutions
 from ..attach import AttachableDrafter
 from ..backbone.backbones import can_roll_back, check_model
-from ..backbone.shared_models import check_whole
 from ..backbone.target import is_recurrent
-from ..backbone.wrapped_models import carries_adapters, has_own_cache, uncompiled, untyped, unwrap
+from ..backbone.wrapped_models import carries_adapters, check_whole, has_own_cache, uncompiled, untyped, unwrap
 from ..call.options import CallOptions, DraftOptions
 from ..contract import DraftSession
 from ..tensors.masks import check_attention

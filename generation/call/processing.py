@@ -18,8 +18,18 @@ from transformers.generation import logits_process as library
 
 from ..contract import DraftTree
 from ..tensors.masks import numbers
-from .constraints import Constraints, allowed_ids, is_automaton, offers_automaton, offers_mask
-from .positions import KNOWN, POINTWISE, Positions, Processor, apply_pointwise
+from .constraints import (
+    KNOWN,
+    POINTWISE,
+    Constraints,
+    Positions,
+    Processor,
+    allowed_ids,
+    apply_pointwise,
+    is_automaton,
+    offers_automaton,
+    offers_mask,
+)
 from .sequences import Sequences
 from .state import StateWatch, is_stateless
 

@@ -29,8 +29,7 @@ from transformers.masking_utils import (
 from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
-from ...generation.backbone.shared_models import call_frozen, is_unit
-from ...generation.backbone.wrapped_models import Kwargs, untyped
+from ...generation.backbone.wrapped_models import Kwargs, call_frozen, is_unit, untyped
 from ...generation.tensors.masks import model_mask
 from ...generation.tensors.tensor_files import Fields
 from .draft_vocabulary import DraftVocabulary

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ... import __version__
-from ...generation.backbone.shared_models import holds_shares
-from ...generation.backbone.wrapped_models import fingerprint, untyped
+from ...generation.backbone.wrapped_models import fingerprint, holds_shares, untyped
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import check_stored, hub_options

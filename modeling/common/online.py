@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ...configuration.fields import check_values
-from ...generation.backbone.shared_models import is_unit, readable
+from ...generation.backbone.wrapped_models import is_unit, readable
 from ...generation.call.sequences import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter

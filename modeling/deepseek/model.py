@@ -18,13 +18,13 @@ from ...configuration.fields import field
 from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
-from ...generation.backbone.shared_models import parameters_frozen
 from ...generation.backbone.wrapped_models import (
     Kwargs,
     PicklableMixin,
     WrapperMixin,
     checkpointing_paused,
     input_embeddings,
+    parameters_frozen,
     untyped,
 )
 from ...generation.call.options import CallOptions, DraftOptions

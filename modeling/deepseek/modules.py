@@ -25,8 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import has_short_convolutions, rotates_anew
-from ...generation.backbone.shared_models import call
-from ...generation.backbone.wrapped_models import Kwargs, checkpointing_paused
+from ...generation.backbone.wrapped_models import Kwargs, call, checkpointing_paused
 from ..common.backbone_parts import (
     finished_logits,
     layer_kind,

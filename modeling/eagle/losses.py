@@ -29,7 +29,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.loss_options import ResolvedEagleOptions
-from ...generation.backbone.shared_models import gather
+from ...generation.backbone.wrapped_models import gather
 from ...generation.tensors.masks import by_documents
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LOGITS_PER_CHUNK, Made, add_product, made_in_forward, new_total

@@ -27,8 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration.cache_names import CACHE
 from ...configuration.eagle import EagleHeadConfig
-from ...generation.backbone.shared_models import is_unit
-from ...generation.backbone.wrapped_models import untyped
+from ...generation.backbone.wrapped_models import is_unit, untyped
 from ...generation.tensors.masks import blocks_of, model_mask
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.learning import DraftModel, States

@@ -22,8 +22,7 @@ from ...configuration.fields import check_options
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import MTPGenerationMixin
-from ...generation.backbone.shared_models import call
-from ...generation.backbone.wrapped_models import Kwargs, untyped
+from ...generation.backbone.wrapped_models import Kwargs, call, untyped
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions, to_device

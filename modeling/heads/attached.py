@@ -25,8 +25,7 @@ from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import adopt_fields
 from ...generation.backbone.cache import block_mask, drafter_layout, of_accepted
-from ...generation.backbone.shared_models import check_whole
-from ...generation.backbone.wrapped_models import input_embeddings, untyped, unwrap
+from ...generation.backbone.wrapped_models import check_whole, input_embeddings, untyped, unwrap
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chosen, warped
 from ...generation.call.sequences import Sequences

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...configuration.heads import MTPHeadConfig
-from ...generation.backbone.shared_models import gather
+from ...generation.backbone.wrapped_models import gather
 from ...generation.tensors.sampling import exponentials
 from .circuits import LatentDistribution
 from .window_distribution import (

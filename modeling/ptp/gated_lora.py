@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...generation.backbone.shared_models import LayerDivision
-from ...generation.backbone.wrapped_models import Kwargs
+from ...generation.backbone.wrapped_models import Kwargs, LayerDivision
 
 Products = list[tuple[Tensor, Tensor]]
 """A x and s B of each of some adapters."""

@@ -21,8 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_fields
-from ...generation.backbone.shared_models import LayerDivision
-from ...generation.backbone.wrapped_models import Kwargs, adapter_marks, base_layer, untyped, unwrap
+from ...generation.backbone.wrapped_models import Kwargs, LayerDivision, adapter_marks, base_layer, untyped, unwrap
 from ...generation.drafter import DRAFTERS
 from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput

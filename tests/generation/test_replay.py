@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaCo
 from tests.families import RECURRENT, family_config, random_ids, shake
 from tests.models import left_padded
 from tokenahead import NgramDrafter
-from tokenahead.generation.backbone.replay import Replay
+from tokenahead.generation.backbone.target import Replay
 
 
 def recurrent_model(name, **changes):

@@ -17,7 +17,7 @@ from tests.ptp_models import CONFIGS, VOCABULARY, backbone
 from tests.training.test_evaluation_loss import llama
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
 from tokenahead.experimental import MuToRTrainer
-from tokenahead.generation.backbone.shared_models import LayerDivision
+from tokenahead.generation.backbone.wrapped_models import LayerDivision
 from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, TrainingStrategy, cache_features, regenerate
 from tokenahead.training.parts import Processes

@@ -21,8 +21,7 @@ from transformers import (
 
 from ...configuration import PTPConfig
 from ...generation.attach import MTPGenerationMixin
-from ...generation.backbone.shared_models import load_sharded
-from ...generation.backbone.wrapped_models import Kwargs, untyped
+from ...generation.backbone.wrapped_models import Kwargs, load_sharded, untyped
 from ...generation.drafter import DRAFTERS
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens

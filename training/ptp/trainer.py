@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ...generation.backbone.shared_models import check_whole, shard
-from ...generation.backbone.wrapped_models import checkpoints_activations
+from ...generation.backbone.wrapped_models import check_whole, checkpoints_activations, shard
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, at_rest

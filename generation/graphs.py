@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from transformers import StoppingCriteria
 from transformers.utils import logging
 
+from .backbone.static import Buffers
 from .backbone.wrapped_models import has_foreign_hooks, peft_arguments
 from .call.constraints import ON_DEVICE
 from .call.options import DraftOptions
 from .call.sequences import Graphs
 from .contract import DraftSession, DraftTree
-from .tensors.buffers import Buffers
 from .tensors.masks import constants
 from .verification.verifiers import Verifier
 

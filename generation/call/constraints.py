@@ -36,18 +36,24 @@ POINTWISE = (
     library.LogitNormalization, library.InfNanRemoveLogitsProcessor, library.SuppressTokensLogitsProcessor,
 )  # fmt: skip
 """Processors that look at scores alone."""
-BY_HISTORY = (
+_BY_HISTORY = (
     library.RepetitionPenaltyLogitsProcessor, library.NoRepeatNGramLogitsProcessor,
     library.SequenceBiasLogitsProcessor, library.NoBadWordsLogitsProcessor,
 )  # fmt: skip
 """Processors that look at each sequence's own ids, and for which an id beyond the vocabulary is no token."""
-BY_LENGTH = (
-    library.MinLengthLogitsProcessor, library.MinNewTokensLengthLogitsProcessor, library.ForcedBOSTokenLogitsProcessor,
-    library.ForcedEOSTokenLogitsProcessor, library.ExponentialDecayLengthPenalty,
-    library.SuppressTokensAtBeginLogitsProcessor,
-)  # fmt: skip
-"""Processors that look at the number of ids."""
-KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
+_SPANS: dict[type, Callable[[Any], range]] = {
+    library.SuppressTokensLogitsProcessor: lambda p: range(sys.maxsize),
+    library.MinLengthLogitsProcessor: lambda p: range(p.min_length),
+    library.MinNewTokensLengthLogitsProcessor: lambda p: range(p.prompt_length_to_skip + p.min_new_tokens),
+    library.SuppressTokensAtBeginLogitsProcessor: lambda p: range(p.begin_index, p.begin_index + 1),
+    library.ForcedBOSTokenLogitsProcessor: lambda p: range(1, 2),
+    library.ForcedEOSTokenLogitsProcessor: lambda p: range(p.max_length - 1, p.max_length),
+}
+"""Processors that exclude tokens by the number of ids alone, and the numbers after which they do."""
+_MASKING = (*_SPANS, library.NoRepeatNGramLogitsProcessor, library.NoBadWordsLogitsProcessor)
+"""Processors of transformers that exclude tokens, and do nothing else."""
+KNOWN = frozenset((*POINTWISE, *_BY_HISTORY, *_SPANS, library.ExponentialDecayLengthPenalty))
+"""Processors that are applied at all positions at once; those of no group above look at the number of ids."""
 ON_DEVICE = frozenset(POINTWISE) - {library.TopHLogitsWarper} | {library.RepetitionPenaltyLogitsProcessor}
 """Processors for which nobody waits."""
 
@@ -144,7 +150,7 @@ def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
     """Return scores [B P, v] after one of transformers' processors that are `KNOWN`."""
     if type(processor) in POINTWISE:
         return apply_pointwise(processor, flat, positions.tokens.ids[:, :0])
-    if type(processor) in BY_HISTORY:
+    if type(processor) in _BY_HISTORY:
         ids = positions.ids.flatten(0, 1)  # [B P, W]
         ignored = getattr(processor, "prompt_ignore_length", None)
         if ignored is not None:
@@ -169,19 +175,6 @@ def _without_prompt(ids: Tensor, positions: Positions, ignored: int | Tensor) ->
         ignored = ignored.to(ids.device).repeat_interleave(positions.size)
     start = ids.shape[1] - positions.lengths + ignored  # [B P]
     return ids.masked_fill(cached_arange(ids.shape[1], ids.device) < start[:, None], positions.fill)
-
-
-_SPANS: dict[type, Callable[[Any], range]] = {
-    library.SuppressTokensLogitsProcessor: lambda p: range(sys.maxsize),
-    library.MinLengthLogitsProcessor: lambda p: range(p.min_length),
-    library.MinNewTokensLengthLogitsProcessor: lambda p: range(p.prompt_length_to_skip + p.min_new_tokens),
-    library.SuppressTokensAtBeginLogitsProcessor: lambda p: range(p.begin_index, p.begin_index + 1),
-    library.ForcedBOSTokenLogitsProcessor: lambda p: range(1, 2),
-    library.ForcedEOSTokenLogitsProcessor: lambda p: range(p.max_length - 1, p.max_length),
-}
-"""Processors that exclude tokens by the number of ids alone, and the numbers after which they do."""
-_MASKING = (*_SPANS, library.NoRepeatNGramLogitsProcessor, library.NoBadWordsLogitsProcessor)
-"""Processors of transformers that exclude tokens, and do nothing else."""
 
 
 @runtime_checkable

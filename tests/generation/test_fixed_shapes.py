@@ -13,10 +13,10 @@ from tests.models import left_padded
 from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
+from tokenahead.generation.backbone import static as buffers_module
+from tokenahead.generation.backbone.static import Buffers
 from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.results import Cycle
-from tokenahead.generation.tensors import buffers as buffers_module
-from tokenahead.generation.tensors.buffers import Buffers
 from tokenahead.generation.tensors.masks import cached_arange
 from tokenahead.modeling.heads.attached import HeadSession
 

@@ -111,24 +111,6 @@ CONSTRAINTS = {
 }
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("constraint", CONSTRAINTS)
-@pytest.mark.parametrize("name", ["ff", "hydra", *LOOK_UPS])
-def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
-    model = backbone()
-    drafter = drafter_of(name, model)
-    trees = {"ngram": {"draft_tree": {"top_k": 2}}, "lookahead": {}}.get(name, TREE)
-    batch = prompts(4)
-    width = max(map(len, batch))
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in batch])
-    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in batch])
-    common = dict(attention_mask=mask, do_sample=False, max_new_tokens=18)
-    want = model.generate(ids, **common, **CONSTRAINTS[constraint]())
-    for options in ({}, trees):
-        out = model.generate(ids, assistant_model=drafter, **common, **options, **CONSTRAINTS[constraint]())
-        assert torch.equal(out, want)
-
-
 @pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("name", ["ff", "hmm", "hydra"])
 def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):

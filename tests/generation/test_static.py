@@ -1,6 +1,5 @@
 """`cache_implementation="static"`: drafts are verified in room of one size, by graphs that are compiled once."""
 
-import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,9 +13,7 @@ from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
-from tokenahead.configuration.cache_names import CACHE
 from tokenahead.generation.backbone import cache as cache_module
-from tokenahead.generation.tensors import buffers as buffers_module
 
 NEW = 24
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -97,35 +94,6 @@ def test_every_drafter_drafts_for_a_compiled_forward(make, options):
     assert graphs() == 1
     accepted |= decoded(model, drafter, 6, compile_config=compiled(), **options)
     assert graphs() == 0 and len(accepted) > 1
-
-
-def addresses(model):
-    """Where the keys and values of the model's last compiled call lie."""
-    return {place: tensor.data_ptr() for place, tensor in buffers_module._KEPT[model].tensors.items()}
-
-
-@pytest.mark.by_day("gemma3-True")
-@pytest.mark.parametrize(("name", "returns"), [("llama", False), ("llama", True), ("gemma3", True), ("gpt_oss", False)])
-def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
-    model, batch, other = model_of(name), left_padded(prompts(4)), left_padded(prompts(4, seed=6))
-    drafter, gc_was = NgramDrafter(longest=1).attach(model), gc.isenabled()
-    options = GREEDY | STATIC | dict(compile_config=compiled(), return_dict_in_generate=returns)
-    plain, plain_other = model.generate(**batch, **GREEDY), model.generate(**other, **GREEDY)
-    gc.disable()  # a call is over when its last reference goes
-    try:
-        kept = model.generate(**batch, **options, assistant_model=drafter)
-        first = addresses(model)
-        text = model.generate(**other, **options, assistant_model=drafter)
-        assert first and addresses(model) == first
-    finally:
-        gc.enable() if gc_was else None
-    for found, wanted in ((kept, plain), (text, plain_other)):
-        assert torch.equal(found.sequences if returns else found, wanted)
-    if returns:  # the cache of the first call is the user's, and still holds its text
-        going_on = dict(max_new_tokens=NEW + 8) | {CACHE: getattr(kept, CACHE)}
-        mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW), value=1)
-        again = model.generate(plain, attention_mask=mask, **GREEDY | going_on | {"max_new_tokens": 8})
-        assert torch.equal(again, model.generate(**batch, **GREEDY | {"max_new_tokens": NEW + 8}))
 
 
 def test_calls_of_two_threads_share_no_buffer():

@@ -170,18 +170,6 @@ def test_exports_of_heads_are_one_version_and_write_through_no_link(head_type, l
     assert (folder / "notes.txt").exists() and hidden(folder) == []
 
 
-@pytest.mark.parametrize("layout", ["vllm", "official", "sglang"])
-def test_exports_of_eagle_heads_write_through_no_link(layout, tmp_path):
-    head = EagleHead.from_backbone(llama(), version=1)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "precious").write_text("precious")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "out" / name).symlink_to(tmp_path / "precious")
-    head.export(tmp_path / "out", layout)
-    assert (tmp_path / "precious").read_text() == "precious"
-    assert isinstance(EagleHead.from_pretrained(tmp_path / "out"), EagleHead)
-
-
 def test_an_export_that_is_refused_leaves_nothing(tmp_path, monkeypatch):
     heads = detached(moved_heads(llama()))
     with pytest.raises((RuntimeError, ValueError)):

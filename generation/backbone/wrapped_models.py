@@ -479,7 +479,7 @@ def _make_root(model: FSDPModule) -> None:
 @contextmanager
 def shares_hidden(model: nn.Module) -> Iterator[None]:
     """Take the shares of processes out of a model, which have no gradients: DDP keeps in step what is whole alone."""
-    held = {module: module._parameters for module in model.modules()}
+    held = {module: module._parameters for module in model.modules() if holds_shares(module)}
     try:
         for module, every in held.items():
             shares = {name: each for name, each in every.items() if isinstance(each, DTensor)}

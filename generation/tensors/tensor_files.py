@@ -154,7 +154,7 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
     """
     names = _NAMES if pickles else _NAMES[:2]
     if (path := _found(name, names, variant, hub)) is None:
-        raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists{variant and f' ({variant})' or ''}")
+        raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists")
     if not path.endswith(".json"):
         return [path]
     read_index(Path(path))  # whose names are followed now

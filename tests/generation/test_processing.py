@@ -130,18 +130,12 @@ def applied(names: list[str], tokens: Sequences, logits: torch.Tensor) -> torch.
 
 MIXES = {
     "warpers last": [
-        "penalty without padding",
-        "n-grams",
-        "bad words",
-        "min new tokens",
-        "temperature",
-        "top-k",
-        "top-p",
+        "penalty without padding", "n-grams", "bad words", "min new tokens", "temperature", "top-k", "top-p",
     ],
     "warpers first": ["temperature", "top-k", "repetition penalty", "prefix function", "in place"],
     "in between": ["n-grams", "temperature", "encoder n-grams", "encoder penalty", "top-k", "subclass", "no inf"],
     "normalised": ["min length", "sequence bias", "length decay", "typical", "normalisation"],
-}
+}  # fmt: skip
 
 
 def reached(tokens: Sequences, want: torch.Tensor) -> torch.Tensor:

@@ -53,11 +53,7 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
             return super().generate(**prepared_call(super().generate, self, drafter, args, kwargs, self.own_cache()))
 
     def generate_batch(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: continuous batching has its own loop, which would not speculate.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise a ValueError: continuous batching has its own loop, which would not speculate."""
         raise ValueError(f"{type(self).__name__} does not offer generate_batch (continuous batching); use generate")
 
     def own_cache(self) -> Callable[[], SpeculativeCache] | None:
@@ -88,11 +84,7 @@ class AttachableDrafter(BaseDrafter):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The model that it drafts for.
-
-        Raises:
-            RuntimeError: It is not attached.
-        """
+        """The model that it drafts for; a RuntimeError says that there is none."""
         if not self._backbones:
             raise RuntimeError(f"this {type(self).__name__} is not attached: call attach(backbone) first")
         return self._backbones[0]
@@ -104,11 +96,7 @@ class AttachableDrafter(BaseDrafter):
 
     @property
     def device(self) -> torch.device:
-        """That of a drafter that is a module.
-
-        Raises:
-            RuntimeError: It is none. transformers' own loop asks first of all, for a model that it is not attached to.
-        """
+        """That of a drafter that is a module; transformers' own loop asks any other first of all, and gets an error."""
         if (device := getattr(super(), "device", None)) is None:
             raise RuntimeError(f"this {type(self).__name__} cannot assist this model: call attach(backbone) first")
         return device
@@ -123,11 +111,11 @@ class AttachableDrafter(BaseDrafter):
         """Ignore the value."""
 
     def _supports_logits_to_keep(self) -> bool:
-        """Refuse to be run by transformers itself, with a model that the drafter is not attached to."""
+        """Raise an error: transformers itself would run a module with a model that it is not attached to."""
         raise RuntimeError(f"{type(self).__name__} cannot assist this model: call attach(backbone) first")
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
-        """Refuse: a drafter that was made for one vocabulary fits no other."""
+        """Raise a ValueError: a drafter that was made for one vocabulary fits no other."""
         drafter = f"{type(self).__name__} for vocab_size={field(getattr(self, 'config', None), 'vocab_size')}"
         raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
 
@@ -153,15 +141,12 @@ class AttachableDrafter(BaseDrafter):
         """Release it."""
 
     def attach(self: D, backbone: PreTrainedModel, default: bool = False) -> D:
-        """Make `backbone.generate` accept this drafter as `assistant_model`; nothing else about it changes.
+        """Make `backbone.generate` accept this drafter as `assistant_model`, and return the drafter.
 
         Args:
             backbone: Any causal language model of transformers; of a PeftModel or a compiled model, the model within.
             default: It also drafts where a call names no `assistant_model`, as pipelines, trainers and evaluation
                 harnesses do; the last drafter that was attached so does.
-
-        Returns:
-            The drafter itself.
 
         Raises:
             TypeError: No model of transformers.
@@ -231,14 +216,9 @@ class NoGenerationMixin:
         return False
 
     def generate(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        name = type(self).__name__
-        call = "backbone.generate(..., assistant_model=...)"
-        raise RuntimeError(f"{name} generates nothing: call attach(backbone), then {call}; MTPSFTTrainer trains it")
+        """Raise a RuntimeError."""
+        call = "call attach(backbone), then backbone.generate(..., assistant_model=...)"
+        raise RuntimeError(f"{type(self).__name__} generates nothing: {call}; MTPSFTTrainer trains it")
 
 
 class CopyLink:
@@ -295,17 +275,12 @@ class GeneratePatch:
             del self.backbone.generate, self.backbone.__getstate__, self.backbone._validate_generation_mode
 
     def state(self) -> dict[str, object]:
-        """Return the state of a copy or a pickle of the backbone, without the hooks of transformers that collect
-        states."""
+        """Return the state of a copy or a pickle of the backbone, without transformers' hooks that collect states."""
         drop_collectors(self.backbone)
         return vars(self.backbone)
 
     def validate(self, mode: object, config: object, call: Kwargs) -> None:
-        """Refuse a drafter in transformers' own loop: the call had begun when its arguments laid the patch.
-
-        Raises:
-            RuntimeError: As in `model.generate(..., assistant_model=drafter.attach(model))`.
-        """
+        """Raise a RuntimeError where a drafter in transformers' own loop was attached by an argument of the call."""
         is_adapted = "_get_candidate_generator" in vars(self.backbone)  # by `candidate_generator`, for that loop
         if getattr(assistant := call.get("assistant_model"), "is_attached", None) is not None and not is_adapted:
             name = type(assistant).__name__
@@ -330,11 +305,7 @@ class GeneratePatch:
         return next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
 
     def _unnamed(self, kwargs: Kwargs) -> AttachableDrafter | None:
-        """Return the drafter of a call that names no assistant.
-
-        Raises:
-            ValueError: `use_mtp=True`, and nobody would draft.
-        """
+        """Return the drafter of a call that names no assistant; a ValueError where `use_mtp=True` demands one."""
         sources = (kwargs, kwargs.get("generation_config"), self.backbone.generation_config)
         if self.default is not None or not self.drafters:
             # in transformers' own assisted loop the backbone drafts itself, one token at a time
@@ -362,11 +333,7 @@ class GeneratePatch:
 
 
 def _checked(assistant: object) -> object:
-    """Return an `assistant_model`, or refuse what is neither a drafter nor a model.
-
-    Raises:
-        TypeError: A path, say, which pipelines load, and `generate` does not.
-    """
+    """Return an `assistant_model`; a TypeError of a path, say, which pipelines load and `generate` does not."""
     if assistant is None or isinstance(assistant, (BaseDrafter, nn.Module)) or hasattr(type(assistant), "is_attached"):
         return assistant
     loaded = "AssistantDrafter.from_pretrained(path).attach(model)"

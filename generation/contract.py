@@ -78,6 +78,7 @@ class DraftTree:
             have no probability. None: every token has a column.
         auxiliary: Positions after the nodes in the block; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
+        numbers: [B], set by the loop: NaN or +inf where a node was chosen from what is no number; None: not known.
     """
 
     tokens: Tensor
@@ -90,6 +91,7 @@ class DraftTree:
     columns: Tensor | None = None
     auxiliary: Any = None
     is_chain: bool = False
+    numbers: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.depth = min(self.depth, self.tokens.shape[1])

@@ -114,11 +114,7 @@ class BaseDrafter:
 
     @classmethod
     def facts(cls, config: PreTrainedConfig, drafter: object = None) -> DrafterFacts:
-        """Return what a card says of drafters with a configuration, or of the very drafter where it is known.
-
-        Raises:
-            TypeError: Cards do not describe this kind, or not with this configuration.
-        """
+        """Return what a card says of drafters with a configuration, or of the very drafter where it is known."""
         raise TypeError(f"a {cls.__name__} has no card")
 
     def export_to(self, engine: str, folder: Path) -> Fields:
@@ -126,9 +122,6 @@ class BaseDrafter:
 
         Returns:
             `method` and `num_speculative_tokens` of vLLM's `--speculative-config`.
-
-        Raises:
-            ValueError: An engine that cannot run it.
         """
         raise ValueError(f"engine={engine!r} has no code for a {type(self).__name__}: {self.not_served}")
 
@@ -155,20 +148,15 @@ class BaseDrafter:
         return None
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length.
-
-        Raises:
-            ValueError: An option that this kind does not have, or an invalid tree.
-        """
+        """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length."""
         for name in (name for name in options.extra if name not in self.own_options):
             kind = _KINDS.get(name, "parallel token prediction")
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
         if options.draft_tree is None:
             return options
         if not self.drafts_trees:
-            raise ValueError(
-                f"draft_tree={options.draft_tree!r}: {type(self).__name__} drafts chains only; leave it out"
-            )
+            tree = f"draft_tree={options.draft_tree!r}"
+            raise ValueError(f"{tree}: {type(self).__name__} drafts chains only; leave it out")
         return self.prepare_tree(options, config)
 
     @property
@@ -182,12 +170,7 @@ class BaseDrafter:
         return _SCHEDULES.setdefault(self, {})
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate and complete `draft_tree`; `"auto"` becomes the tree chosen before, or stays until the prompt is
-        known.
-
-        Raises:
-            ValueError: An invalid tree, or one that is deeper than the drafter.
-        """
+        """Complete `draft_tree`; `"auto"` becomes the tree chosen before, or stays until the prompt is known."""
         tree, number, longest = options.draft_tree, options.num_assistant_tokens, self.longest_draft()
         if longest == 0:
             raise ValueError(f"draft_tree={tree!r}: this {type(self).__name__} drafts nothing; leave it out")
@@ -234,8 +217,7 @@ class BaseDrafter:
     def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
         """Return a schedule that begins with what earlier calls of the same kind learned.
 
-        Short calls would otherwise pay for trials of lengths that are known not to pay. Every call has a copy of its
-        own, which is remembered when the call ends well, so that calls in several threads do not meet.
+        Every call has a copy of its own, remembered when it ends well, so that calls in several threads do not meet.
         """
         known = self.schedules.get(_kind_of(session, options))
         return AdaptiveSchedule(session.num_tokens, session.lookahead) if known is None else known.resumed()

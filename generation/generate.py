@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -83,14 +83,13 @@ def prepared_call(
         generate: The bound `generate` that is called next.
         backbone: The target model.
         drafter: Makes the drafts; None: an assistant of transformers does, or nobody.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
+        args: Positional arguments of the call, and then its keyword arguments.
         new_cache: Makes a cache of the backbone's own class; None: it has caches of transformers.
 
     Raises:
         ValueError: An option or a combination that is not supported; the message names it.
     """
-    call = dict(zip(_names(generate, len(args)), args)) | kwargs
+    call = (dict(zip(_names(type(backbone)), args)) if args else {}) | kwargs
     call = call if call.keys().isdisjoint(NAMES) else renamed(call)
     own = {name: call.pop(name) for name in GENERATE_KWARGS if name in call}
     named = None if drafter is None else call.pop("assistant_model", None)
@@ -99,10 +98,8 @@ def prepared_call(
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
     config, model_kwargs = cast(Any, backbone)._prepare_generation_config(call.get("generation_config"), **fields)
     if config.assistant_early_exit is not None:
-        raise ValueError(
-            f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
-            f"{type(backbone).__name__} in place; leave it out"
-        )
+        name = f"assistant_early_exit={config.assistant_early_exit}"
+        raise ValueError(f"{name} would cut the layers of {type(backbone).__name__} in place; leave it out")
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
     read = None
@@ -135,21 +132,15 @@ def prepared_call(
 
 
 def refuse_clocks(call: Call) -> None:
-    """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone.
-
-    Raises:
-        ValueError: Processes of tensor parallelism would verify drafts of different shapes.
-    """
+    """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone."""
     timed = {
         "num_assistant_tokens_schedule='adaptive'": call.options.schedule == "adaptive",
         "draft_tree='auto'": call.options.draft_tree == "auto",
         "learn_while_decoding": call.drafter.recorder is not None,
     }
-    for name, is_set in timed.items():
-        if is_set and tensor_parallel_size(call.backbone) > 1:
-            raise ValueError(
-                f"{name} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it"
-            )
+    named = next((name for name, is_set in timed.items() if is_set), None)
+    if named is not None and tensor_parallel_size(call.backbone) > 1:
+        raise ValueError(f"{named} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it")
 
 
 def _has_peers() -> bool:
@@ -217,8 +208,7 @@ def speculative_decoding(
 
 
 def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:
-    """Run the first pass, transformers' own prefill, and return its outputs, and the backbone with the prompt in its
-    cache."""
+    """Run transformers' own prefill, and return its outputs, and the backbone with the prompt in its cache."""
     kwargs, prompt, keywords = plan.model_kwargs, plan.prompt, plan.keywords
     states = {"output_hidden_states": plan.hidden_layers}
     outputs = cast(Any, plan.call.backbone)._prefill(prompt, plan.config, kwargs | states)
@@ -239,13 +229,12 @@ def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:
     return outputs, target
 
 
-def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """Return the names of the first positional arguments of a `generate`."""
-    if not count:
-        return ()
-    known = inspect.signature(generate).parameters.values()
-    names = tuple(p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-    return (names if len(names) >= count else PARAMETERS)[:count]
+@cache
+def _names(kind: type[PreTrainedModel]) -> tuple[str, ...]:
+    """Return the names of positional arguments of a class's `generate`; of one that hides them, transformers' own."""
+    _, *known = inspect.signature(kind.generate).parameters.values()
+    names = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (*names, *PARAMETERS[len(names) :])
 
 
 def _with_tree(
@@ -273,30 +262,17 @@ def _with_tree(
     return choose_tree(trial, call.drafter, options, config, prompt, last, common, not has_stop_strings)
 
 
-class _Field:
-    """A field of a `ResolvedConfig`: unset where it was resolved, whatever is written to it."""
-
-    def __set_name__(self, kind: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, config: ResolvedConfig | None, kind: type | None = None) -> object:
-        return None if config is None or self.name in config.resolved else vars(config).get(self.name)
-
-    def __set__(self, config: ResolvedConfig, value: object) -> None:
-        vars(config)[self.name] = value
-
-
 class ResolvedConfig(GenerationConfig):
-    """The generation config of a call, in which the `resolved` fields read as unset.
+    """The generation config of a call, in which the `resolved` fields read as unset, whatever is written to them.
 
     A plain copy would not do: transformers fills unset fields from the model's own config.
     """
 
     resolved: frozenset[str] = frozenset()
-    use_mtp = _Field()
-    token_healing = _Field()
-    stop_strings = _Field()
-    cache_implementation = _Field()
+
+    def __getattribute__(self, name: str) -> Any:
+        read = super().__getattribute__
+        return None if name in read("resolved") else read(name)
 
     @classmethod
     def of(cls, config: GenerationConfig | None, resolved: Iterable[str]) -> ResolvedConfig:
@@ -319,10 +295,8 @@ def add_cache(
     if config.cache_implementation is None:
         return set()
     if config.cache_implementation != "dynamic":
-        logger.warning_once(
-            f"cache_implementation={config.cache_implementation!r} is ignored: {type(backbone).__name__} has a cache "
-            "of its own."
-        )
+        name = f"cache_implementation={config.cache_implementation!r}"
+        logger.warning_once(f"{name} is ignored: {type(backbone).__name__} has a cache of its own.")
     return {"cache_implementation"}
 
 

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import RLock
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from .tensors.masks import constants
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
-P = ParamSpec("P")
 R = TypeVar("R")
 _TRIES = 3
 """The cycle of a call in which the host must wait for nothing; in earlier ones, something may be compiled."""
@@ -46,14 +45,6 @@ _MOST = 8
 """Graphs that are kept for the buffers of a model; each holds memory."""
 _PLAIN = (bool, int, float, str, type(None))
 _MARKED = (*_PLAIN, Tensor, nn.Module)
-
-
-class Observer(Protocol):
-    """Calls a region of a cycle."""
-
-    def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what the function returns."""
-        ...
 
 
 class CudaGraph(Generic[R]):
@@ -113,14 +104,11 @@ class Recorder:
         self.made, self.met, self.is_steady = GRAPHS[device.type], Counter[Hashable](), False
         self.ready = set[Hashable]()
 
-    def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, name: str, function: Callable[..., R], /, *args: Any) -> R:
         """Return what a region returns: replayed, recorded, or run."""
         numbers = (*(arg for arg in args if isinstance(arg, int)), self.shape)
         key, graphs = (name, numbers), self.buffers.graphs
-
-        def run() -> R:
-            return function(*args, **kwargs)
-
+        run = partial(function, *args)
         self.met[key] += 1
         self.is_steady = False
         if self.met[key] == 1 or name in self.told.reasons:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,33 +24,29 @@ from torch import Tensor
 from .backbone.target import Target
 from .call.sequences import NewTokens
 from .contract import DraftTree, NoDrafts, PrefillOutput, TargetOutput
-from .graphs import Observer
 from .plan import Plan
 from .results import Cycle, GenerateSpeculativeOutput, Results
 
-P = ParamSpec("P")
 R = TypeVar("R")
-REGION_OBSERVER: Observer | None = None
+REGION_OBSERVER: Callable[..., Any] | None = None
 """Called in place of a region that could be replayed: `"cycle"`, or `"forward"` where the rest needs the host."""
-
-
-def region_observer() -> Observer | None:
-    """Return `REGION_OBSERVER` as it is now."""
-    return REGION_OBSERVER
 
 
 class SpeculativeLoop:
     """One call of `generate` after its prompt, on its plan, and the backbone with the prompt in its cache.
 
     State between cycles: the tokens of every sequence (`results`), of which all but the last are in the cache
-    (`target`), and the session's.
+    (`target`), and the session's. A cycle with faults becomes another one, or an error (`_repaired`, in `guarded`).
     """
+
+    _repaired: Callable[[Cycle], Cycle]
+    is_steady = True  # the cycle took as long as the next one of its kind will
 
     def __init__(self, plan: Plan, target: Target) -> None:
         self.plan, self.target, self.session, self.verifier = plan, target, plan.session, plan.verifier
         self.results, self.empty = Results(plan, target), DraftTree.chain(plan.prompt[:, :0])
         self.processing = plan.draft_options.processing if plan.draft_options.processors else None
-        self.schedule, self.drops_finished = plan.schedule, plan.may_drop_finished()
+        self.schedule, self.observer, self.drops_finished = plan.schedule, REGION_OBSERVER, plan.may_drop_finished()
 
     def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
         """Decode after transformers' prefill until all sequences have ended, and return the output of the call."""
@@ -65,7 +61,7 @@ class SpeculativeLoop:
                 if self.drops_finished and any(self.results.done):
                     self.target.drop_finished(self.results.done)
                 ended = time.perf_counter()
-                if self.schedule is not None and self.session is self.plan.session and self._is_steady():
+                if self.schedule is not None and self.is_steady and self.target.is_steady:
                     self.schedule.update(cycle.tree.depth, accepted, ended - started, length)
                 self.results.statistics.time(started, self.drafted, self.called, ended)
             return self.results.finished()
@@ -74,16 +70,14 @@ class SpeculativeLoop:
             raise
 
     def _first(self, outputs: Any) -> None:
-        """Take the token after the prompt, one per sequence."""
+        """Take the token after the prompt."""
         logits = outputs.logits[:, -1:].to(self.plan.prompt.device, torch.float32)  # [B, 1, V]
         cycle = self._verified(self.empty, TargetOutput(logits, outputs.hidden_states), is_prefill=True)
         self.results.take(self._sound(self._on_host(cycle)), is_prefill=True)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
-        longest = self.session.num_tokens
-        if self.schedule is not None:
-            longest = min(longest, self.schedule.length())
+        longest = self.session.num_tokens if self.schedule is None else self.schedule.length()
         left = min(self.results.positions_left(), self.results.tokens_left() - 1)
         return longest if self.session.is_deterministic else max(min(longest, left), 0)  # shortening changes its text
 
@@ -92,40 +86,32 @@ class SpeculativeLoop:
         self.results.statistics.backbone_calls += 1
         return self._settled(self._on_host(self._verified(*self._region("forward", self._read, length))))
 
-    def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def _region(self, name: str, function: Callable[..., R], *args: Any) -> R:
         """Return what a part of a cycle returns in which the host waits for nothing."""
-        caller = REGION_OBSERVER
-        return function(*args, **kwargs) if caller is None else caller(name, function, *args, **kwargs)
+        return function(*args) if self.observer is None else self.observer(name, function, *args)
 
-    def _read(self, length: int, drafted: DraftTree | None = None) -> tuple[DraftTree, TargetOutput, Tensor | None]:
-        """Draft, where nobody has, and call the backbone on b and the draft.
-
-        Return also the numbers that drafts were chosen from, [B]: NaN or infinite where they are none.
-        """
+    def _read(self, length: int, drafted: DraftTree | None = None) -> tuple[DraftTree, TargetOutput]:
+        """Draft, where nobody has, and call the backbone on b and the draft."""
         tree = drafted or self.session.propose(self.results.tokens, length)
-        numbers = self.plan.draft_options.numbers.taken(tree.tokens.device)
+        tree.numbers = self.plan.draft_options.numbers.taken(tree.tokens.device)
         block = torch.cat([self.results.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
         self.drafted = time.perf_counter()
         outputs = self.target.forward(block, tree, self.plan.hidden_layers)
         outputs.logits = outputs.logits.to(block.device, torch.float32)  # [B, m + 1, V]
         outputs.block, self.called = (block, outputs.logits), time.perf_counter()
-        return tree, outputs, numbers
+        return tree, outputs
 
-    def _verified(
-        self, tree: DraftTree, outputs: TargetOutput, numbers: Tensor | None = None, is_prefill: bool = False
-    ) -> Cycle:
+    def _verified(self, tree: DraftTree, outputs: TargetOutput, is_prefill: bool = False) -> Cycle:
         """Return the verification of a draft: nothing waits for the device yet."""
-        return self.results.write(self._judged(tree, outputs, self._scores(outputs.logits, tree, is_prefill), numbers))
+        return self.results.write(self._judged(tree, outputs, is_prefill))
 
-    def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool) -> Tensor:
-        """Return scores [B, m + 1, v] of a block, after the logits processors of the call."""
-        tokens, done = self.results.tokens, self.results.done
-        return logits if self.processing is None else self.processing(tokens, logits, tree, done)
-
-    def _judged(self, tree: DraftTree, outputs: TargetOutput, scores: Tensor, numbers: Tensor | None) -> Cycle:
-        tokens, verifier = self.results.tokens, self.verifier
+    def _judged(self, tree: DraftTree, outputs: TargetOutput, is_prefill: bool) -> Cycle:
+        """Return the scores [B, m + 1, v] of a block after the logits processors, and the verification by them."""
+        tokens, verifier, scores = self.results.tokens, self.verifier, outputs.logits
+        if self.processing is not None:
+            scores = self.processing(tokens, scores, tree, self.results.done)
         result = verifier.picked(scores, tokens) if tree is self.empty else verifier.verify(tree, scores)
-        return Cycle(tree, tree, outputs, scores, result, numbers)
+        return Cycle(tree, tree, outputs, scores, result)
 
     def _on_host(self, cycle: Cycle) -> Cycle:
         """Let the host read the cycle: `faults` are scores, and `strays` numbers of drafts, that are no numbers."""
@@ -150,7 +136,7 @@ class SpeculativeLoop:
 
     def _end_drafts(self, warns: bool = True) -> None:
         """Draft nothing from now on; `warns`: for the drafter computes no numbers."""
-        self.session = NoDrafts(self.empty)
+        self.session, self.schedule = NoDrafts(self.empty), None
         if warns:
             self.plan.call.drafter.warn_of_numbers()
 
@@ -158,14 +144,6 @@ class SpeculativeLoop:
         """Return a cycle without faults."""
         return self._repaired(cycle) if cycle.faults else cycle
 
-    def _repaired(self, cycle: Cycle) -> Cycle:
-        """Return another cycle in the place of one with faults, or raise an error (`GuardedLoop`, which calls run)."""
-        raise NotImplementedError
-
     def _skipped(self) -> list[bool]:
         """Return which sequences get nothing in this cycle."""
         return self.results.done
-
-    def _is_steady(self) -> bool:
-        """Return whether the cycle took as long as the next one of its kind will."""
-        return self.target.is_steady

@@ -169,15 +169,8 @@ def read_call(
 ) -> Call:
     """Return a call that transformers has not prepared yet.
 
-    Args:
-        generate: See `Call`, as `backbone`, `drafter` and `new_cache`.
-        backbone: See `Call`.
-        drafter: See `Call`.
-        own: The keyword arguments of `GENERATE_KWARGS`.
-        sources: The other ones, the config that was passed, and the model's own.
-        config: What transformers makes of them.
-        model_kwargs: Those that the model takes.
-        new_cache: See `Call`.
+    Of its keyword arguments, `own` are those of `GENERATE_KWARGS`; `sources` are the other ones, the config that was
+    passed, and the model's own, of which transformers makes `config` and `model_kwargs`. The others are as in `Call`.
 
     Raises:
         ValueError: An option or a combination that is not supported, or `use_mtp=True` where nothing is drafted.
@@ -218,14 +211,8 @@ def plan_of(
 ) -> Plan | str:
     """Return what the loop does with what transformers prepared, or the reason for plain decoding; "": none was asked.
 
-    Args:
-        call: Before that.
-        prompt: See `Plan`, as `criteria`, `config` and `model_kwargs`.
-        processors: The logits processors.
-        criteria: See `Plan`.
-        config: See `Plan`.
-        model_kwargs: See `Plan`; a static cache is replaced by one that drafts can be verified on.
-        choose_tree: Settles `draft_tree="auto"`.
+    In `model_kwargs`, a static cache is replaced by one that drafts can be verified on; `choose_tree` settles
+    `draft_tree="auto"`. The others are as in `Plan`.
 
     Raises:
         ValueError: A seed or uniforms were passed, and are not possible here.
@@ -287,9 +274,6 @@ def _prepared_options(
 
     The backbone's own config may set trees, slots and the like for another of its drafters: one that cannot follow it
     warns, and ignores them. A drafter that is the backbone itself raises an error, as for arguments of the call.
-
-    Raises:
-        ValueError: An option that is invalid, or that this kind of drafter does not have.
     """
     # as an assistant in transformers' own loop, the backbone is passed the config of its target
     left_out = GENERATE_KWARGS[1:] if getattr(sources[1], "is_assistant", None) else ()
@@ -311,10 +295,9 @@ def _prepared_options(
 def _saved(own: Kwargs, sources: Sources) -> tuple[str, ...]:
     """Return the options of drafts that the model's own config alone sets; a pipeline passes a copy of that config."""
     _, passed, of_model = sources
-    names = [
-        name for name in GENERATE_KWARGS[1:] if own.get(name) is None and getattr(of_model, name, None) is not None
-    ]
-    return tuple(name for name in names if getattr(passed, name, None) in (None, getattr(of_model, name)))
+    names = [name for name in GENERATE_KWARGS[1:] if own.get(name) is None]
+    saved = {name: value for name in names if (value := getattr(of_model, name, None)) is not None}
+    return tuple(name for name, value in saved.items() if getattr(passed, name, None) in (None, value))
 
 
 def _obstacle_before(

@@ -8,7 +8,7 @@ all sequences turn out to have ended, it does nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -18,12 +18,10 @@ from .call.sequences import FixedSequences, Graphs, NewTokens
 from .contract import DraftTree, PrefillOutput
 from .graphs import Recorder, fingerprint, held_draft, obstacle_to_whole
 from .guarded import GuardedLoop
-from .loop import region_observer
 from .plan import Plan
 from .results import Cycle, GenerateSpeculativeOutput
 from .stateful import StatefulLoop
 
-P = ParamSpec("P")
 R = TypeVar("R")
 _LENGTHS = 1, 2, 4
 """Lengths of drafts that adaptive ones are rounded up to where each has a recording; full ones have another."""
@@ -88,7 +86,7 @@ class RecordedLoop(StaticLoop):
         return self.session is self.plan.session
 
     def _length(self) -> int:
-        is_recorded = self.recorder is not None or region_observer() is not None
+        is_recorded = self.recorder is not None or self.observer is not None
         most = self.plan.session.num_tokens
         self.is_constant = is_recorded and self.results.positions_left() >= most
         if not self.is_constant:
@@ -98,8 +96,9 @@ class RecordedLoop(StaticLoop):
         longest = most if self.schedule is None else self.schedule.length()
         return min(n for n in (0, *_LENGTHS, most) if n >= longest)
 
-    def _is_steady(self) -> bool:
-        return super()._is_steady() and (self.recorder is None or self.recorder.is_steady)
+    @property
+    def is_steady(self) -> bool:
+        return self.recorder is None or self.recorder.is_steady
 
     def _cycle(self, length: int) -> tuple[Cycle, list[int]]:
         self.results.statistics.backbone_calls += 1
@@ -127,10 +126,10 @@ class RecordedLoop(StaticLoop):
         is_alike = self.is_constant and self._drafts() and not self.needs_host
         return is_alike and self.results.tokens_left() > self.session.num_tokens + 1
 
-    def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if region_observer() is None and self.recorder is not None and self.is_constant and self._drafts():
-            return self.recorder(name, function, *args, **kwargs)
-        return super()._region(name, function, *args, **kwargs)
+    def _region(self, name: str, function: Callable[..., R], *args: Any) -> R:
+        if self.observer is None and self.recorder is not None and self.is_constant and self._drafts():
+            return self.recorder(name, function, *args)
+        return super()._region(name, function, *args)
 
     def _whole(self, length: int, drafted: DraftTree | None) -> Cycle:
         """Return a cycle that ends before the host has read it; where a sequence is at fault, it leaves no trace."""

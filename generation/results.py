@@ -35,13 +35,12 @@ class Cycle:
         outputs: Of the backbone.
         scores: [B, m + 1, v], after the logits processors.
         result: Of the verification.
-        numbers: [B], NaN or +inf where a draft was chosen from what is no number; None: not known. Such a draft is
-            never accepted in sampled calls, and is verified as any in others.
         accepted: Accepted drafts per sequence; -1: it gets not even a token.
         new: New tokens per sequence, and what follows them in `result.tokens`.
         drafts: Real drafts per sequence.
         faults: Open sequences that would go on from scores that are no numbers.
-        strays: Sequences where `numbers` are none; of their drafts those that were accepted count.
+        strays: Sequences where a draft was chosen from what is no number; it is never accepted in sampled calls, and is
+            verified as any in others. Of their drafts those that were accepted count.
         rows: `Verifier.path_rows`, or [B, 1].
         report: [B, n] int64, all that the host reads.
         arrival: On an accelerator, when a report that was sent has arrived.
@@ -52,7 +51,6 @@ class Cycle:
     outputs: TargetOutput
     scores: Tensor
     result: VerificationResult
-    numbers: Tensor | None = None
     accepted: list[int] = field(default_factory=list)
     new: list[list[int]] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
@@ -74,7 +72,8 @@ class Cycle:
     def write(self, rows: Tensor | None) -> None:
         """Write the report; see `rows`."""
         self.rows = rows
-        floats = [part for part in (None if self.numbers is None else self.numbers[:, None], rows) if part is not None]
+        numbers = self.fed.numbers
+        floats = [part for part in (None if numbers is None else numbers[:, None], rows) if part is not None]
         joined = torch.cat(floats, 1) if len(floats) > 1 else floats[0] if floats else None  # [B, up to 1 + r]
         bits = None if joined is None else joined.float().view(torch.int32).long()  # `cat` copies one dtype at once
         counts = [part[:, None] for part in (self.result.num_accepted, self.tree.num_nodes) if part is not None]
@@ -87,7 +86,7 @@ class Cycle:
         assert self.report is not None
         if self.arrival is not None:
             self.arrival.synchronize()
-        real, numbers, width = self.tree.num_nodes, self.numbers, self.result.tokens.shape[1]
+        real, numbers, width = self.tree.num_nodes, self.fed.numbers, self.result.tokens.shape[1]
         start = 1 if real is None else 2
         first = start + (numbers is not None)
         text = first + (0 if self.rows is None else self.rows.shape[1])
@@ -150,17 +149,7 @@ class GenerateSpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 class Results:
-    """The sequences of one call, and where they end.
-
-    Args:
-        plan: Of the call.
-        target: With the prompt in its cache.
-
-    Attributes:
-        tokens: The sequences.
-        done: Which of them have ended.
-        statistics: What is returned of them.
-    """
+    """The sequences of one call (`tokens`), which of them have ended (`done`), and what is returned of them."""
 
     def __init__(self, plan: Plan, target: Target) -> None:
         prompt, config = plan.prompt, plan.config
@@ -209,10 +198,6 @@ class Results:
 
     def take(self, cycle: Cycle, is_prefill: bool = False) -> tuple[NewTokens, list[int]]:
         """Add verified tokens to the sequences, records and statistics, cut where sequences end.
-
-        Args:
-            cycle: What the host has read.
-            is_prefill: The token after the prompt.
 
         Returns:
             The new tokens, and the accepted drafts of the sequences that were open.

@@ -38,7 +38,7 @@ class StatefulLoop(GuardedLoop):
         return 0 if self.is_trial else super()._length()
 
     def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool) -> Tensor:
-        """See `SpeculativeLoop`, and the file."""
+        """Return the scores of a block after the processors, whose state is as in plain decoding; see the file."""
         watch, processing, self.limits = self.watch, self.plan.draft_options.processing, None
         tokens, done = self.results.tokens, self.results.done
         if self.is_plain:
@@ -65,15 +65,18 @@ class StatefulLoop(GuardedLoop):
                 return scores
         return processing.in_step(tokens, logits, done)
 
-    def _judged(self, tree: DraftTree, outputs: TargetOutput, scores: Tensor, numbers: Tensor | None) -> Cycle:
+    def _judged(self, tree: DraftTree, outputs: TargetOutput, is_prefill: bool) -> Cycle:
+        scores = self._scores(outputs.logits, tree, is_prefill)
         if self.limits is not None:
             limits = torch.tensor(self.limits, device=scores.device)  # [B]
             result = self.verifier.verify(up_to(tree, limits), scores).first(limits)
-            return Cycle(tree, tree, outputs, scores, result, numbers)
+            return Cycle(tree, tree, outputs, scores, result)
         if self.is_plain and tree is not self.empty:  # since this cycle: its drafts were read, and are dropped
             first = TargetOutput(outputs.logits[:, :1], outputs.first(1))
-            return Cycle(tree, self.empty, first, scores, self.verifier.picked(scores, self.results.tokens), numbers)
-        return super()._judged(tree, outputs, scores, numbers)
+            return Cycle(tree, self.empty, first, scores, self.verifier.picked(scores, self.results.tokens))
+        verifier, tokens = self.verifier, self.results.tokens
+        result = verifier.picked(scores, tokens) if tree is self.empty else verifier.verify(tree, scores)
+        return Cycle(tree, tree, outputs, scores, result)
 
     def _skipped(self) -> list[bool]:
         return [done or waits for done, waits in zip(self.results.done, self._waiting())]

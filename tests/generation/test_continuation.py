@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2VLConfig, Qwen2VLForC
 from tests.backbones import prompts
 from tests.models import left_padded
 from tokenahead import NgramDrafter, PTPStudent
+from tokenahead.generation.backbone.target import Continuation
 
 GREEDY = dict(do_sample=False, max_new_tokens=24)
 IMAGE = 60
@@ -73,6 +74,13 @@ def test_positions_behind_an_image():
         plain = model.generate(**batch, **GREEDY)
         out = model.generate(**batch, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
         assert torch.equal(out.sequences, plain) and any(map(any, out.speculation.rows_accepted))
+
+
+def test_a_prompt_that_ends_in_an_image_goes_on_as_text():
+    types = torch.tensor([[0, 1], [0, 1]])
+    made = Continuation({"mm_token_type_ids": types, "token_type_ids": types}, torch.tensor([2, 2]))
+    inputs = made.inputs(torch.tensor([[2, 3, 4]]).expand(2, -1))
+    assert not inputs["mm_token_type_ids"].any() and inputs["token_type_ids"].tolist() == [[1] * 3] * 2
 
 
 @pytest.mark.core

@@ -119,6 +119,14 @@ def test_what_is_emitted_has_the_targets_distribution(rule, seed):
     assert max(length for length, _ in lengths) > 2
 
 
+def test_what_is_forced_beyond_a_shorter_draft_replaces_it():
+    world = World(2)
+    session = ForcedSession(Table(world), world.options)
+    tree = DraftTree.chain(torch.tensor([[3, 2], [3, 2]]), num_nodes=torch.tensor([1, 2]))
+    joined = session._joined(torch.tensor([[3, 2, 0], [3, 2, 0]]), [3, 1], tree)
+    assert joined.num_nodes.tolist() == [3, 2] and joined.tokens[0].tolist() == [3, 2, 0]
+
+
 class Counted(AttachableDrafter):
     """A drafter that drafts one and the same token, and notes how often it is asked."""
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 
+import pytest
 import torch
 
 from tests import tree_worlds
@@ -361,3 +362,14 @@ def test_verification_never_makes_the_host_wait():
                     result.nodes, result.path, result.added, tree.positions(), tree.paths()  # noqa: B018
                     follow(tree, p.argmax(-1))
                     tree_acceptance(tree, p, rule)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_where_rounding_leaves_no_residual_the_target_is_drawn_from(rule, monkeypatch):
+    """Drafts that are all but certain to be kept, and are not: what is added still follows the target."""
+    rows, rand, first = 512, torch.rand, [1 - 2**-25]
+    q, p = torch.full((rows, 2, 2), 0.5), torch.tensor([0.5 - 2**-25, 0.5]).expand(rows, 2, 2)
+    tree = DraftTree(torch.zeros(rows, 1, dtype=torch.long), torch.full((rows, 1), -1), q)
+    monkeypatch.setattr(torch, "rand", lambda *a, **k: torch.full(a[0], first.pop()) if first else rand(*a, **k))
+    result = tree_verification.verify_drawn_tree(tree, p, rule)
+    assert not result.num_accepted.any() and 0.4 < result.added.float().mean() < 0.6

@@ -20,6 +20,7 @@ from tokenahead.generation.trees.building import (
     choices_from_accuracies,
     drawn_tree,
     dynamic_tree,
+    of_real,
     ranked_tree,
     static_tree,
 )
@@ -331,3 +332,13 @@ def test_a_draft_vocabulary_draws_as_a_vocabulary_of_its_own():
         )
         assert named.tokens.equal(ids[few.tokens]) and named.parents.equal(few.parents)
         assert named.probs.equal(few.probs) and named.columns is ids
+
+
+def test_what_is_left_of_a_tree_hangs_together():
+    tokens, parents = torch.tensor([[5, 6, 7, 8, 9]]).expand(2, -1), torch.tensor([[-1, -1, 0, 1, 3]]).expand(2, -1)
+    probs = torch.arange(6.0)[:, None].expand(2, 6, 4)  # a row that names its index
+    left = of_real(DraftTree(tokens, parents, probs), torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]).bool())
+    assert left.num_nodes.tolist() == [3, 3]
+    assert left.tokens.tolist() == [[6, 8, 9], [5, 6, 7]]
+    assert left.parents.tolist() == [[-1, 0, 1], [-1, -1, 0]]
+    assert left.probs[..., 0].tolist() == [[0, 2, 4, 5], [0, 1, 2, 3]]

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.distributions import golden
+from tokenahead.generation.tensors.sampling import pick
 from tokenahead.generation.verification import rules as verification
 from tokenahead.generation.verification.rules import block_acceptance, token_acceptance, verify
 from tokenahead.generation.verification.verifiers import race_block
@@ -213,6 +214,17 @@ def test_verify_draws_from_the_distributions():
         distribution = drawn[:, None, None] * accepted_distribution(rule, accept)[..., None] * residual
         cells = (number * (length + 1) + accepted) * V + added
         assert chi_square(cells, distribution.flatten()) > 1e-4
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_added_token_is_the_inverse_cdf_of_the_uniform_at_its_place(rule):
+    _, draft, q, p = draws(world("random", 3, 3), 256)
+    uniforms = torch.rand(256, 4, dtype=p.dtype, generator=torch.Generator().manual_seed(0))
+    accepted, added, check = verify(draft, q, p, rule, uniforms=uniforms)
+    rows = torch.arange(256)
+    assert check is None and set(accepted.tolist()) == {0, 1, 2, 3}
+    residual = WAYS[rule](draft, q, p)[1][rows, accepted]
+    assert torch.equal(added, pick(uniforms[rows, accepted], residual))
 
 
 def test_verify_uses_its_generator_only():

@@ -4,7 +4,7 @@ distribution."""
 import pytest
 import torch
 
-from tokenahead.generation.tensors.sampling import draw, picked, raced
+from tokenahead.generation.tensors.sampling import draw, pick, picked, raced
 from tokenahead.testing import chi_square
 
 WAYS = pytest.mark.parametrize("way", [picked, raced])
@@ -82,3 +82,8 @@ def test_processors_pick_by_one_uniform():
     tokens = draw(weights)
     torch.manual_seed(5)
     assert torch.equal(tokens, picked(weights)[0])
+
+
+def test_a_uniform_beyond_a_sum_that_was_rounded_picks_the_last_possible_token():
+    probs = torch.tensor([[0.25, 0.7499999, 0.0, 0.0], [0.25, 0.0, 0.0, 0.7499999]])
+    assert pick(torch.full((2,), 1 - 2**-24), probs).tolist() == [1, 3]

@@ -4,7 +4,8 @@
 
 A mutant names file, function (`Class.method`; "": the whole file), an old text that stands there once, the new one, and
 the kind of fault. It is killed where a test fails that passes without it, or where they take too long. The tree is
-copied as a run begins, and is never touched itself; a run goes on from the lines of its results.
+copied as a run begins, and is never touched itself; a run goes on from the lines of its results. Tests run in forks of
+a process that has imported the libraries, but nothing of the tree.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 import tomllib
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 _LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".venv", "site", "build", "dist")
-_PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+_PYTEST = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+_LIBRARIES = "pytest", "hypothesis", "torch", "transformers", "datasets", "peft", "trl", "safetensors.torch"
 _SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 _OUTCOMES = "killed", "timed out", "survived", "broken", "equivalent", "not run"
 
@@ -137,8 +144,10 @@ class Tree:
             self._write(path, mutant.applied(source))
             outcome, test = self._run(tests_of(mutant.file, mutant.function, self.root))
             self._write(path, source)
-            if outcome != "killed" or test in self.passing | self.failing:
+            if outcome != "killed" or test in self.passing:
                 return outcome, test
+            if test in self.failing:  # a file that cannot be collected is not deselected
+                return "broken", test
             (self.passing if self._run([test])[0] == "survived" else self.failing).add(test)
 
     def _write(self, path: Path, text: str) -> None:
@@ -148,18 +157,65 @@ class Tree:
     def _run(self, tests: list[str]) -> tuple[str, str]:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
-        # processor time, for a busy machine does not count; and time, for what only waits
-        limits = ["timeout", "--foreground", str(8 * self.limit), "prlimit", f"--cpu={self.limit}"]
-        words = [*limits, *_PYTEST, *(f"--deselect={test}" for test in sorted(self.failing)), *tests]
-        own = {"PYTHONPATH": str(self.root), "TMPDIR": str(self.scratch)}
-        done = subprocess.run(words, cwd=self.root, capture_output=True, text=True, env=os.environ | _SETTINGS | own)
-        if done.returncode == 0:
+        words = [*_PYTEST, *(f"--deselect={test}" for test in sorted(self.failing)), *tests]
+        if not (child := os.fork()):
+            self._test(words)
+        # time, for what only waits; the child counts its processor time, for a busy machine does not
+        end, done = time.monotonic() + 8 * self.limit, 0
+        while not done:
+            if time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+            time.sleep(0.1)
+            done, status = os.waitpid(child, os.WNOHANG)
+        text = (self.scratch / "output").read_text(errors="replace")
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
             return "survived", ""
-        if failed := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE):
+        if failed := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", text, re.MULTILINE):
             return "killed", failed[1]
-        if done.returncode < 0 or done.returncode == 124 or "Timeout" in done.stdout:  # 124 says `timeout`
-            return "timed out", ""
-        return "broken", (done.stdout + done.stderr)[-500:]  # no test of it ran: look at the command
+        return ("timed out", "") if code < 0 or "Timeout" in text else ("broken", text[-500:])
+
+    def _test(self, words: list[str]) -> NoReturn:
+        """Run pytest on the tree in this process, a child of its own group, and end it."""
+        os.setsid()
+        output = os.open(self.scratch / "output", os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (self.limit, self.limit + 5))
+        os.chdir(self.root)
+        os.environ.update(PYTHONPATH=str(self.root), TMPDIR=str(self.scratch))
+        tempfile.tempdir, sys.path[0] = str(self.scratch), str(self.root)
+        code = 70
+        try:
+            code = int(import_module("pytest").main(words))
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+
+def _run_all(mutants: list[Mutant], limit: int, passing: set[str], results: Path) -> None:
+    """Run mutants one after the other, and add a line for each to the results."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Tree(Path(folder), limit)
+        tree.passing |= passing
+        for mutant in mutants:
+            outcome, test = tree.result_of(mutant)
+            with results.open("a") as file:
+                file.write(json.dumps({"mutant": mutant.name, "outcome": outcome, "by": test}) + "\n")
+            print(f"{outcome:10} {mutant.name}  {test}", flush=True)
+
+
+def _prepare() -> None:
+    """Import what the tests import in any case."""
+    os.environ.update(_SETTINGS)
+    for name in _LIBRARIES:
+        import_module(name)
+
+
+def _outcomes_of(results: Path) -> dict[str, tuple[str, str]]:
+    """Return outcome and killing test by mutant."""
+    lines = map(json.loads, results.open()) if results.exists() else ()
+    return {each["mutant"]: (each["outcome"], each["by"]) for each in lines}
 
 
 def table(outcomes: dict[str, str], mutants: list[Mutant]) -> str:
@@ -185,27 +241,18 @@ def main() -> None:
     options = parser.parse_args()
     mutants = [mutant for mutant in read_mutants() if re.search(options.only, mutant.name)]
     check(mutants)
-    known = [*map(json.loads, options.results.open())] if options.results.exists() else []
-    outcomes = {each["mutant"]: each["outcome"] for each in known}
-    left = [mutant for mutant in mutants if mutant.name not in outcomes and not mutant.why]
+    known = _outcomes_of(options.results)
+    left = [mutant for mutant in mutants if mutant.name not in known and not mutant.why]
     random.Random(0).shuffle(left)  # so that a run which is cut short has seen all rooms
-
-    def work(job: int) -> None:
-        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            tree = Tree(Path(folder), options.limit)
-            tree.passing.update(each["by"] for each in known if each["outcome"] == "killed")
-            for mutant in left[job :: options.jobs]:
-                outcome, test = tree.result_of(mutant)
-                outcomes[mutant.name] = outcome
-                with options.results.open("a") as file:
-                    file.write(json.dumps({"mutant": mutant.name, "outcome": outcome, "by": test}) + "\n")
-                print(f"{outcome:10} {mutant.name}  {test}", flush=True)
-
     if options.mode == "run" and left:
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(work, range(options.jobs)))
+        passing = {test for outcome, test in known.values() if outcome == "killed"}
+        shared = options.limit, passing, options.results.resolve()
+        with ProcessPoolExecutor(options.jobs, get_context("spawn"), _prepare) as pool:
+            runs = [pool.submit(_run_all, left[job :: options.jobs], *shared) for job in range(options.jobs)]
+            for run in runs:
+                run.result()
     if options.mode != "check":
-        print(table(outcomes, mutants))
+        print(table({name: outcome for name, (outcome, _) in _outcomes_of(options.results).items()}, mutants))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def random_distribution(kind, window, size, rank=3, count=1, dtype=torch.float64
     )
 
 
-@pytest.mark.by_day("hmm-3", "btree-5", "btree-6", "btree-8", "btree on an accelerator-5")
+@pytest.mark.by_day("hmm-5", "btree-5", "btree-6", "btree-8", "btree on an accelerator-5")
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree", "btree on an accelerator"])
 def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window, monkeypatch):

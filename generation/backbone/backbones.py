@@ -126,7 +126,7 @@ def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
     return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)  # [B, W]
 
 
-def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
+def _states_with_columns(cache: Cache) -> list[tuple[object, str, int]]:
     """Return layer, name and dimension of columns of all states of single tokens in a cache."""
     found = ((layer, name, dim, getattr(layer, name, None)) for layer in cache.layers for name, dim in STATES)
     return [(layer, name, dim) for layer, name, dim, held in found if held is not None and held.numel()]

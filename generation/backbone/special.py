@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -184,7 +185,7 @@ class CompressedBackbone(RaggedBackbone):
     def _given_columns(self, depths: Tensor) -> Iterator[None]:
         columns, own = self.layout.ends[:, None] + depths, get_ident()  # [B, F]
 
-        def changed(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def changed(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (*args[:2], columns.to(args[2].device), *args[3:]) if get_ident() == own else args
 
         with ExitStack() as hooks:
@@ -321,7 +322,7 @@ def own_columns(part: nn.Module, cache: Cache) -> Iterator[None]:
         yield
 
 
-def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], Tensor]) -> list[Any]:
+def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], Tensor]) -> list[RemovableHandle]:
     """Return hooks of one attention, which change calls of this thread; equal layers share the distances."""
     layer, own, config = cast(ConvolvedLayer, cache.layers[attention.layer_idx]), get_ident(), attention.config
     is_scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
@@ -334,7 +335,7 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], Tenso
         shape = [len(factor), *(-1 if dim == token_dim else 1 for dim in range(1, states.dim()))]
         return (states.float() * factor.view(shape)).to(states.dtype)
 
-    def queries(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def queries(_: nn.Module, args: object, output: Tensor) -> Tensor:
         return scaled(output, 1) if get_ident() == own else output
 
     def bias(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -123,9 +123,10 @@ def planned_cache(
     Where whole cycles are recorded, the compiler makes no CUDA graphs of forwards: one graph cannot hold another.
     """
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
-    cache.room = cast(Any, model)._previous_max_cache_length
+    generator: Any = model
+    cache.room = generator._previous_max_cache_length
     cache.has_singles, cache.is_fixed = has_singles, is_fixed
-    if cast(Any, model)._valid_auto_compile_criteria(model_kwargs, config):
+    if generator._valid_auto_compile_criteria(model_kwargs, config):
         cache.compiled = how = copy.copy(config.compile_config or CompileConfig())
         if is_recorded:
             modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}

@@ -181,7 +181,7 @@ def drop_peft_arguments(model: nn.Module) -> None:
         del hooks[key]
 
 
-def _peft_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int, set[str]]]:
+def _peft_hooks(model: nn.Module) -> list[tuple[dict[int, Callable[..., object]], int, set[str]]]:
     """Return such hooks, by their table and key, and what they hand on."""
     hooks = [(table, key) for module in model.modules() for table in [module._forward_pre_hooks] for key in table]
     named = ((table, key, _PER_SEQUENCE & getattr(table[key], "keywords", {}).keys()) for table, key in hooks)

@@ -158,16 +158,16 @@ def _held_fields(owner: object) -> _Held:
     slots = (vars(kind).get("__slots__", ()) for kind in type(owner).__mro__)
     names = {name for each in slots for name in ([each] if isinstance(each, str) else each)} - {"__weakref__"}
 
-    def read() -> dict[str, Any]:
+    def read() -> dict[str, object]:
         if isinstance(owner, type):
             return {name: each for name, each in vars(owner).items() if name == "__call__" or not name.startswith("__")}
-        fields = dict[str, Any]()
+        fields = dict[str, object]()
         for name in {"cell_contents"} if isinstance(owner, CellType) else names:
             with suppress(AttributeError, ValueError):  # it is empty
                 fields[name] = getattr(owner, name)
         return fields
 
-    def write(before: dict[str, Any]) -> None:
+    def write(before: dict[str, object]) -> None:
         now = read()
         for name in {**before, **now}:
             if name not in before:

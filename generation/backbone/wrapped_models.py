@@ -406,7 +406,7 @@ def share_draws(model: nn.Module) -> None:
 def check_whole(model: nn.Module, purpose: str) -> None:
     """Refuse a model whose layers tensor parallelism divides among processes."""
     if (size := tensor_parallel_size(model)) > 1:
-        raise ValueError(f"{purpose}: {type(model).__name__} is divided among tp_size={size} processes; load it whole")
+        raise ValueError(f"{purpose}: {type(model).__name__} has tensor parallelism (tp_size={size}); load it whole")
 
 
 def holds_shares(model: nn.Module, learn: bool = False) -> bool:
@@ -420,8 +420,8 @@ def training_size(model: nn.Module, reader: str) -> int | None:
         return None
     if size != (world := distributed.get_world_size()) or getattr(model, "_tp_size", None) != size:
         # nobody would add the gradients of the others
-        among = f"{type(model).__name__} is divided among tp_size={size} of {world} processes"
-        raise ValueError(f"a trainer of {reader}: {among}: load it over all of them (tp_plan='auto'), or whole")
+        among = f"{type(model).__name__} has tensor parallelism over tp_size={size} of {world} processes"
+        raise ValueError(f"a trainer of {reader}: {among}: load it over all, or whole, with strategy shard_backbone")
     return size
 
 

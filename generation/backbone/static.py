@@ -325,8 +325,10 @@ class StaticBackbone(RaggedBackbone):
         self.forwards[block.shape[1]] += 1
         self.is_steady = self.forwards[block.shape[1]] > _WARM
         outputs = super()._forward(block, tree, options)
-        slots_of = _copied(outputs.auxiliary, outputs.auxiliary_states, slots)
-        return TargetOutput(*_copied(outputs.logits, outputs.hidden_states, count), *slots_of)
+        return TargetOutput(
+            *_copied(outputs.logits, outputs.hidden_states, count),
+            *_copied(outputs.auxiliary, outputs.auxiliary_states, slots),
+        )
 
     def _filled(self, block: Tensor, tree: DraftTree) -> tuple[Tensor, DraftTree]:
         """Return a block and its tree, filled up to the width of their graph."""

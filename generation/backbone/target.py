@@ -66,7 +66,7 @@ class Replay:
                 hooks.enter_context(mixer.register_forward_pre_hook(self._remember, with_kwargs=True))
             yield
 
-    def _remember(self, mixer: nn.Module, args: tuple[object, ...], kwargs: Kwargs | None = None) -> None:
+    def _remember(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs | None = None) -> None:
         # a hook that its thread removes while another one is about to call it gets no keyword arguments any more
         if kwargs is None or getattr(_OF_THREAD, "recording", None) is not self:
             return

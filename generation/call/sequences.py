@@ -161,7 +161,9 @@ class FixedSequences(Sequences):
         self.ended = hold("tokens.ended", torch.tensor(tokens.done, device=device))
         self.steps = cached_arange(capacity, device)
 
-    is_even = False  # nothing is sliced at a length
+    @property
+    def is_even(self) -> bool:
+        return False  # nothing is sliced at a length
 
     @property
     def longest(self) -> int:

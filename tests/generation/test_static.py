@@ -24,6 +24,7 @@ NAMES = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "gpt_oss"]
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 

@@ -30,9 +30,8 @@ from transformers import PreTrainedModel, PrinterCallback, set_seed
 
 from tokenahead.modeling import EvaByteForMTPC, MTPHeads
 from tokenahead.modeling.heads.losses import IGNORE, depth_targets
-from tokenahead.training.commands.models import Trainee, build, with_moved_backbone
 from tokenahead.training.commands.settings import Settings, read_settings
-from tokenahead.training.commands.train import make_trainer
+from tokenahead.training.commands.train import Trainee, build, make_trainer, with_moved_backbone
 from tokenahead.training.evaluation import environment
 from tokenahead.training.evaluation.drafts import drafted_probs, has_probs
 from tokenahead.training.utils import replace_file

@@ -40,7 +40,7 @@ from tokenahead import (
     PTPForCausalLM,
 )
 from tokenahead.training.evaluation import GREEDY, sampled
-from tokenahead.training.evaluation.summary import results_of
+from tokenahead.training.evaluation.bench import results_of
 from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 from tokenahead.training.strategy import TrainingStrategy

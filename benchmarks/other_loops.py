@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tokenahead.testing import letters, small_model
-from tokenahead.training.conformance.decoders import block_folder
+from tokenahead.training.conformance.kit import block_drafter
 
 DRAFTS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 """vLLM's `speculative_config`."""
@@ -70,17 +70,16 @@ vllm.small_model = partial(small_model, width=64)  # heads of 32, its smallest
 
 
 def zlab(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
-    """Decode with a DFlash drafter in z-lab's own loop.
-
-    Raises:
-        NotImplementedError: The package is missing, or the loop lacks what is asked for.
-    """
+    """Decode with a DFlash drafter in z-lab's own loop; refuse what it lacks."""
     try:
         dflash = import_module("dflash.model")
     except ImportError as error:
         raise NotImplementedError("z-lab's package is missing: pip install --no-deps dflash") from error
     takes_only(input_ids, options)
-    drafter = dflash.DFlashDraftModel.from_pretrained(block_folder(model), dtype=model.dtype).eval()
+    with TemporaryDirectory(prefix="tokenahead-verify-") as folder:
+        (ours := block_drafter(model)).export(folder, layout="z-lab")
+        ours.detach()
+        drafter = dflash.DFlashDraftModel.from_pretrained(folder, dtype=model.dtype).eval()
     ends = options.get("eos_token_id")
     return dflash.dflash_generate(
         drafter, model, input_ids, options["max_new_tokens"], [ends] if isinstance(ends, int) else ends,

@@ -30,7 +30,8 @@ from transformers import LlamaForCausalLM
 
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.trees import choices_from_accuracies
-from tokenahead.training.box import box_directory, excerpt_prompts, heads_in, load_box, load_excerpts
+from tokenahead.training.box import box_directory, heads_in, load_box
+from tokenahead.training.demo import box_model
 from tokenahead.training.evaluation import rank_accuracies
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_file
@@ -103,7 +104,7 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
 
 def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
     """Chains and trees of every head in the box, prompt by prompt, after the same prompts of held-out code."""
-    texts = excerpt_prompts(load_excerpts(box_directory() / "held_out.json"), arguments.prompts + 4)
+    texts = [prompt.turns[0] for prompt in box_model(prompts=arguments.prompts + 4).prompts]
     figures: dict[str, Any] = {}
     for name in heads_in(box_directory()):
         model, tokenizer = load_box(name)

@@ -44,9 +44,6 @@ class EagleHeadConfig(LlamaConfig):
         base_model_name_or_path: Name of the backbone that the head was trained for, for information.
         base_model_type: The `model_type` of that backbone's text model; None: unknown.
 
-    Raises:
-        StrictDataclassError: A value out of range, or a wrong type.
-
     Example:
         >>> EagleHeadConfig(hidden_size=64, num_attention_heads=4, vocab_size=1000, draft_vocab_size=200).version
         3
@@ -56,7 +53,7 @@ class EagleHeadConfig(LlamaConfig):
     base_model_tp_plan = None
     base_model_pp_plan = None
     keys_to_ignore_at_inference = [
-        *("cache", "past_key_values", "hidden_states", "step_losses", "head_losses", "acceptances"),
+        *("cache", "past_key_values", "hidden_states", "step_losses", "head_losses", "acceptances")
     ]
 
     version: int = 3
@@ -93,7 +90,6 @@ class EagleHeadConfig(LlamaConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields; of the loss, the options that are not the defaults."""
         return super().to_dict() | {"loss_options": self.loss_options.changed()}
 
     @property
@@ -109,17 +105,15 @@ class EagleHeadConfig(LlamaConfig):
         check_values(self, {"version": (1, 3), "layout": LAYOUTS}, sizes)
         self.loss_options.resolved(self.version)
         first, drafted, mask = self.version == 1, self.draft_vocab_size or 0, self.mask_token_id
-        of_aux = ("norm_before_fc", "fc_norm")
-        used = {name for name in (*of_aux, "norm_before_residual", "norm_output") if getattr(self, name)}
-        only_aux = used.intersection(of_aux)
+        names = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+        used = {name for name in names if getattr(self, name)}
+        only_aux, last = used.intersection(names[:2]), self.vocab_size - 1
+        is_odd = mask is not None and (first or not 0 <= mask <= last)
         refusals = [
             (not 1 <= drafted <= self.vocab_size, f"draft_vocab_size={drafted} must lie in 1..{self.vocab_size}"),
             (first and used, f"{', '.join(sorted(used))}: options of version 3, not of version=1"),
             (not self.use_aux_hidden_state and only_aux, f"{', '.join(only_aux)} needs use_aux_hidden_state=True"),
-            (
-                mask is not None and (first or not 0 <= mask < self.vocab_size),
-                f"mask_token_id={mask} is for version 3, and lies in 0..{self.vocab_size - 1}",
-            ),
+            (is_odd, f"mask_token_id={mask} is for version 3, and lies in 0..{last}"),
             (len(only_aux) > 1, "norm_before_fc and fc_norm exclude each other"),
             (self.aux_layers == [], "aux_layers is empty; name at least one hidden state"),
         ]

@@ -84,22 +84,12 @@ _NEUTRAL = {"num_nextn_predict_layers": (0,), "rope_is_neox_style": (True,), "is
 
 @dataclass(frozen=True)
 class FieldTable:
-    """What may stand in the config.json of a layout.
+    """What may stand in the config.json of a layout, by level: the dotted path of an object, `""` for the top."""
 
-    A level is an object of it, by its dotted path: `""` is the top, `"dflash_config"` an object there. An object that
-    is no level is read, or known, as a whole.
-
-    Attributes:
-        layout: Its name, for messages.
-        read: By level, the fields that are read.
-        known: By level, those that change nothing, beside `CHANGES_NOTHING`; names may have wildcards (`"mtp_*"`).
-        only: By name, the values at which a field changes nothing, in place of those of `is_neutral`.
-    """
-
-    layout: str
+    layout: str  # its name, for messages
     read: Mapping[str, Collection[str]]
-    known: Mapping[str, Collection[str]] = field(default_factory=dict)
-    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    known: Mapping[str, Collection[str]] = field(default_factory=dict)  # change nothing, beside `CHANGES_NOTHING`
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # by name, values at which it changes nothing
 
     def with_copies(self, is_scaled: bool) -> FieldTable:
         """Return the table of DeepSpec's, with fields of its target; those of its rope only where its own is plain."""
@@ -108,7 +98,7 @@ class FieldTable:
         known = {"": top.union(self.known.get("", ()))} | dict.fromkeys(ROPE_LEVELS, of_rope)
         return replace(self, layout="deepspec", known={**self.known, **known})
 
-    def unread(self, raw: Raw, level: str = "") -> Iterator[tuple[str, Any]]:
+    def unread(self, raw: Raw, level: str = "") -> Iterator[tuple[str, object]]:
         """Yield the dotted paths and values of fields that are neither read nor known to change nothing."""
         levels, known = {*self.read, *self.known}, [*CHANGES_NOTHING, *self.known.get(level, ())]
         for name, value in raw.items():
@@ -140,12 +130,7 @@ def speculators_table(
 
 
 def is_neutral(name: str, value: object) -> bool:
-    """Return whether a field says nothing: null, a switch that is off, a multiplier of 1, a list or object of nothing.
-
-    Example:
-        >>> is_neutral("logit_scale", 1.0), is_neutral("sinks", True), is_neutral("sinks", False)
-        (True, False, True)
-    """
+    """Return whether a field says nothing: null, a switch that is off, a multiplier of 1, an empty list or object."""
     is_nothing = value is None or value is False or value == [] or value == {}
     return is_nothing or (is_same(value, 1) and _MULTIPLIERS.fullmatch(name) is not None)
 
@@ -160,12 +145,7 @@ def refuse_unread(
 ) -> None:
     """Refuse a foreign config with a field that is neither read nor known to change nothing.
 
-    Args:
-        owner: Of the config, for the message.
-        raw: The config.json.
-        table: The fields of its layout.
-        ignored: `ignore_fields`: last names of fields that are passed over (`"x"` is `dflash_config.x`, too).
-        source: Of the fields, for the message.
+    `ignored` (`ignore_fields`) are last names of fields that are passed over (`"x"` is `dflash_config.x`, too).
     """
     ignored = [ignored] if isinstance(ignored, str) else ignored
     if read := [name for name in ignored if any(name in names for names in table.read.values())]:
@@ -174,10 +154,8 @@ def refuse_unread(
     if found:
         last = list(dict.fromkeys(path.rpartition(".")[2] for path in found))
         stated = ", ".join(f"{path}={str(value):.80}" for path, value in found.items())
-        raise ValueError(
-            f"{owner}: {source} says {stated}, which is not read from the layout {table.layout!r}: without it this "
-            f"may be another drafter than the published one; where it changes nothing, ignore_fields={last}"
-        )
+        unread = f"{source} says {stated}, which is not read from the layout {table.layout!r}"
+        raise ValueError(f"{owner}: {unread}; where it does not change the drafter, ignore_fields={last}")
 
 
 def stated(raw: Raw, path: str) -> Any:
@@ -197,12 +175,12 @@ def agreed(owner: object, raw: Raw, *paths: str, meanings: Mapping[str, Callable
         *paths: Dotted paths of the fields; null and empty ones say nothing.
         meanings: By path or last name, what makes a field's value that of the first field; null: it says nothing.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for path in paths:
-        value, name = stated(raw, path), path.rpartition(".")[2]
+        value, known = stated(raw, path), meanings or {}
         if value is None or value == [] or value == {}:
             continue
-        meaning = (meanings or {}).get(path) or (meanings or {}).get(name, lambda same: same)
+        meaning = known.get(path) or known.get(path.rpartition(".")[2], lambda same: same)
         try:
             value = meaning(value)
         except (TypeError, ValueError):
@@ -211,10 +189,8 @@ def agreed(owner: object, raw: Raw, *paths: str, meanings: Mapping[str, Callable
     first = next(iter(found), "")
     for path, value in found.items():
         if not is_same(value, found[first]):
-            raise ValueError(
-                f"{owner}: config.json says {first}={stated(raw, first)!r} and {path}={stated(raw, path)!r}, which are "
-                "names of one thing and must agree"
-            )
+            said = f"{first}={stated(raw, first)!r} and {path}={stated(raw, path)!r}"
+            raise ValueError(f"{owner}: config.json says {said}, names of one thing that must agree")
     return found.get(first)
 
 

@@ -6,18 +6,10 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
-from .fields import check_values, learned_positions
+from .fields import check_values
 
-VARIANTS = ("one_hot", "categorical", "mask")
-"""The prediction of an auxiliary slot: the token that its own uniform picks (O-PTP), the distribution of the next one
-(C-PTP), or, from a mask token instead of a uniform, the distribution of the next one given the token before it (masked
-prediction)."""
-SAMPLERS = ("mlp", "none")
-"""The part that makes the distributions of mask slots sequential."""
 FEATURE_DIMS = {"bits": 32, "arithmetic": 24, "threshold": 32, "scalar": 1, "interpolate": 3}
 """Features of a uniform, and their default number."""
-PROJECTIONS = ("linear", "mlp")
-"""How features become an embedding."""
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Settings of the distribution that drafts are learned for; here the whole distribution."""
 
@@ -28,13 +20,12 @@ class PTPConfig(PreTrainedConfig):
 
     Args:
         backbone_config: Configuration of the causal language model.
-        variant: `"one_hot"`, `"categorical"` or `"mask"` (Samragh et al. 2025, arXiv 2507.11851): slots read learned
-            mask tokens and no uniforms, so that the fields of uniforms (`features` to `greedy`) are idle.
-        features: Features of a uniform (`uniform_features`).
-        feature_dim: How many; None takes `FEATURE_DIMS`.
+        variant: What a slot predicts: `"one_hot"`, the token that its own uniform picks (O-PTP); `"categorical"`, the
+            distribution of the next one (C-PTP); `"mask"`, the same from a learned mask token and no uniform (Samragh
+            et al. 2025, arXiv 2507.11851), so that the fields of uniforms (`features` to `greedy`) are idle.
+        features: Features of a uniform (`uniform_features`), and `feature_dim`, how many; None: as `FEATURE_DIMS` says.
         projection: `"linear"` or `"mlp"`, from features to an embedding.
         projection_bias: Whether a linear projection has a bias.
-        informative: False hides the uniforms from the slots, which all read 1/2: the baseline without sampling.
         greedy: Slots have an embedding that requests the most likely token, with which greedy decoding drafts.
             Without it they read the median (u = 1/2), which is often another token.
         num_slots: N, the slots that a draft is learned for.
@@ -61,7 +52,6 @@ class PTPConfig(PreTrainedConfig):
     features: str = "bits"
     projection: str = "linear"
     projection_bias: bool = True
-    informative: bool = True
     greedy: bool = False
     num_slots: int = 8
     lora_rank: int = 16
@@ -80,19 +70,20 @@ class PTPConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        choices = {"variant": VARIANTS, "features": FEATURE_DIMS, "projection": PROJECTIONS, "sampler": SAMPLERS}
+        choices = {"variant": ("one_hot", "categorical", "mask"), "sampler": ("mlp", "none")}
+        choices |= {"features": tuple(FEATURE_DIMS), "projection": ("linear", "mlp")}
         counts = dict.fromkeys(("num_slots", "lora_rank", "feature_dim"), "[1, inf)")
         check_values(self, choices, counts | {"lcm_weight": "[0, inf)"})
         known = FEATURE_DIMS[self.features]
         if self.features in ("bits", "scalar", "interpolate") and self.feature_dim != known:
             raise ValueError(f"feature_dim={self.feature_dim}: features={self.features!r} has {known}")
-        if not self.reads_uniforms and (self.greedy or not self.informative):
-            raise ValueError("variant='mask' reads mask tokens alone: leave greedy= and informative= out")
+        if self.greedy and not self.reads_uniforms:
+            raise ValueError("greedy=True: slots of variant='mask' read mask tokens alone; leave it out")
         if unknown := set(self.sampling) - set(SAMPLING):
             raise ValueError(f"sampling has unknown fields {sorted(unknown)}; it takes {', '.join(SAMPLING)}")
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        """Return the backbone's configuration: caches and generation follow it."""
+        """Return the backbone's configuration, which caches and generation follow."""
         return self if self.backbone_config is None else self.backbone_config
 
     @property
@@ -106,33 +97,18 @@ class PTPConfig(PreTrainedConfig):
 
     @property
     def reads_uniforms(self) -> bool:
-        """Return whether slots read uniforms; else each reads the mask of its index."""
+        """Whether slots read uniforms; else each reads the mask of its index."""
         return self.variant != "mask"
 
     @property
     def has_sampler(self) -> bool:
-        """Return whether a slot's distribution is conditioned on the token before it as well as on its state."""
+        """Whether a slot's distribution is conditioned on the token before it as well as on its state."""
         return self.variant == "mask" and self.sampler == "mlp"
 
     @property
-    def predicts_tokens(self) -> bool:
-        """Return whether a slot predicts the token that its uniform picks; else it gives a distribution."""
-        return self.variant == "one_hot" and self.informative
-
-    @property
-    def predicts_first(self) -> bool:
-        """Return whether a group's first slot predicts the token that the target picks itself, and drafts nothing."""
+    def is_one_hot(self) -> bool:
+        """Whether a slot predicts the token that its uniform picks: a group's first one that of the target itself."""
         return self.variant == "one_hot"
-
-    @property
-    def learns_warped_distribution(self) -> bool:
-        """Return whether categorical drafts were learned for a warped target, and need no warping of their own."""
-        return self.sampling != SAMPLING
-
-    @property
-    def learned_positions(self) -> int | None:
-        """Size of the backbone's table of positions; None where positions are computed, and go on."""
-        return learned_positions(self.backbone_config)
 
 
 @strict
@@ -140,13 +116,9 @@ class PTPStudentConfig(PTPConfig):
     """Configuration of `PTPStudent`, a student without its backbone (`base_model_name_or_path`, for cards)."""
 
     model_type = "ptp_student"
-
     base_model_name_or_path: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The fields that a student and a whole model share, without the backbone's configuration."""
-        return {name: getattr(self, name) for name in PTPConfig.__annotations__ if name in _OPTIONS}
-
-
-_OPTIONS = set(PTPConfig.__annotations__) - {"model_type", "sub_configs", "backbone_config"}
+        return {name: getattr(self, name) for name in PTPConfig.__annotations__ if name != "backbone_config"}

@@ -78,7 +78,7 @@ def render_card(
     """
     check_choice(remote_code)
     kind, config, facts = describe(config_or_model)
-    travels = getattr(kind, "travels_when_pushed", None)  # None for a class without `RemoteCodeMixin`
+    travels = getattr(kind, "travels_when_pushed", None)  # None for a class that carries no code
     if travels is None or remote_code == "auto":
         remote_code = "bundle" if travels else None
     backbone = vars(config).get("base_model_name_or_path") if kind.is_apart else None

@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.hub import create_and_tag_model_card
 
 from ..generation.tensors.saving import finish
-from ..modeling.common.remote_code import RemoteCodeMixin, code_when_pushed
+from ..modeling.common.remote_code import code_when_pushed
 from ..modeling.heads.joint import BACKBONE
 from ..training.utils import replace_file
 from .card import check_no_local_path, hub_id, render_card
@@ -106,7 +106,7 @@ def push_to_hub(
         folder = Path(name)
         parts: list[Any] = [model] if tokenizer is None else [model, tokenizer]
         for saved in parts:
-            carries = isinstance(saved, RemoteCodeMixin)
+            carries = hasattr(type(saved), "remote_classes")
             code = {"remote_code": code_when_pushed(saved, remote_code)} if carries else {}
             saved.save_pretrained(folder, max_shard_size=max_shard_size, **code)
         hide_local_names(folder)

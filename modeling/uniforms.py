@@ -1,5 +1,5 @@
-"""Public import path of sampling by uniforms, which `generation/tensors` defines."""
+"""Public import path of sampling by uniforms, which `generation/tensors` and `ptp` define."""
 
 from ..generation.tensors.sampling import interval as interval
 from ..generation.tensors.sampling import pick as pick
-from ..generation.tensors.uniforms import uniform_features as uniform_features
+from .ptp.inputs import uniform_features as uniform_features

@@ -17,7 +17,7 @@ from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__, c
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import demo as demo_module
 from tokenahead.training import loading
-from tokenahead.training.demo import Measurement, box_model
+from tokenahead.training.demo import Measurement
 
 
 @pytest.fixture(scope="module")
@@ -48,51 +48,45 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"tokenahead {__version__}\n"
 
 
-def test_one_drafter_is_named_once(capsys):
-    code, line = error_of(capsys, "doctor", "--model", "m", "--drafter", "ngram", "--heads", "h")
-    assert code == 2 and "--heads: not allowed with argument --drafter (ngram)" in line
-
-
 @pytest.mark.parametrize("command", ["demo", "generate", "bench", "card"])
 def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
     run(command, "--help")
     words = capsys.readouterr().out
-    for entry in dataclasses.fields(cli._COMMANDS[command][1]):
+    for entry in dataclasses.fields(cli._COMMANDS[command][0]):
         name = entry.name.replace("_", "-")
         assert (f"\n  {name} " if entry.metadata.get("positional") else f"\n  --{name}") in words
 
 
-def test_a_flag_leaves_the_word_after_it_alone():
-    assert cli._parse(["card", "--overwrite", "directory"]).model == "directory"
+def test_words_are_read_as_the_options_say():
+    assert cli._parse(["card", "--overwrite", "directory"]).model == "directory"  # a flag takes no word
+    for name in ("--heads", "--eagle", "--student"):
+        assert cli._parse(["generate", "--model", "m", name, "x"]).method() == "auto:x"
+    words = "bench --model m --prompts p --methods ngram own --output o --batch-size 1 2"
+    bench = cli._parse(words.split())
+    assert (bench.methods, bench.batch_size) == (["ngram", "own"], [1, 2])
+    assert (bench.output, bench.device) == (Path("o"), "cpu")
 
 
-@pytest.mark.by_day(most=6)
-@pytest.mark.core_cases("arguments0---seconds: '0' must be a number above 0")
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["demo", "--seconds", "0"], "--seconds: '0' must be a number above 0"),
-        (["demo", "--seconds", "nan"], "--seconds: 'nan' must be a number above 0"),
-        (["demo", "--seed", str(2**32)], "--seed: '4294967296' must be a whole number from 0"),
-        (["generate", "x"], "required: --model"),
-        (["generate", "--model", "m", "x", "y"], "unrecognized arguments: y"),
-        (["generate", "--model", "m", "--nope"], "unrecognized arguments: --nope"),
-        (["generate", "--model", "m", "x", "--heads", "h", "--plain"], "--plain: not allowed with argument --heads"),
-        (["generate", "--model", "m", "x", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
-        (["demo", "x"], "unrecognized arguments: x"),
-        (["generate", "--model", "m", "x", "--max-new-tokens", "1.5"], "'1.5' must be a whole number from 1"),
-        (
-            ["generate", "--model", "m", "x", "--temperature", "-0.1"],
-            "'-0.1' must be a number of at least",
-        ),
-        (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
-        (["dance"], "'dance'"),
-        ([], "{demo,generate,bench,doctor,verify,card,train,regenerate,features,lm-eval}"),
-    ],
-)
-def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):
-    code, line = error_of(capsys, *arguments)
-    assert code == 2 and named in line and line.startswith("tokenahead")
+WRONG = {
+    "demo --seconds x": "--seconds",
+    "demo --batch-size 0": "--batch-size: '0'",
+    "demo x": "unrecognized arguments: x",
+    "generate x": "required: --model",
+    "generate --model m x y": "unrecognized arguments: y",
+    "generate --model m --nope": "unrecognized arguments: --nope",
+    "generate --model m x --heads h --plain": "--plain: not allowed with argument --heads",
+    "generate --model m x --dtype int3": "--dtype: invalid choice: 'int3'",
+    "generate --model m x --max-new-tokens 1.5": "--max-new-tokens",
+    "doctor --model m --drafter ngram --heads h": "--heads: not allowed with argument --drafter",
+    "dance": "'dance'",
+    "": "{demo,generate,bench,doctor,verify,card,train,regenerate,features,lm-eval}",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_arguments_are_named_in_one_line(capsys, words):
+    code, line = error_of(capsys, *words.split())
+    assert code == 2 and WRONG[words] in line and line.startswith("tokenahead")
 
 
 class Terminal(io.StringIO):
@@ -106,9 +100,8 @@ def test_a_missing_prompt_is_named_where_nobody_pipes_one_in(capsys, monkeypatch
     assert code == 1 and "a prompt is required" in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "prompt"),
-    [
+def test_a_prompt_may_begin_with_a_dash():
+    for words, prompt in [
         (["x", "--model", "m"], "x"),
         (["--model", "m", "-abc"], "-abc"),
         (["--model", "m", "- an item"], "- an item"),
@@ -116,29 +109,22 @@ def test_a_missing_prompt_is_named_where_nobody_pipes_one_in(capsys, monkeypatch
         (["--model", "m", "-"], "-"),
         (["--model", "m"], None),
         (["--model", "m", "--chat", "--json", "yes"], "yes"),
-    ],
-)
-def test_a_prompt_may_begin_with_a_dash(arguments, prompt):
-    assert cli._parse(["generate", *arguments]).prompt == prompt
+    ]:
+        assert cli._parse(["generate", *words]).prompt == prompt
 
 
-def test_a_missing_folder(capsys, tmp_path):
-    code, line = error_of(capsys, "generate", "--model", tmp_path / "nowhere", "x")
-    assert code == 1 and line.startswith(f"tokenahead generate: --model {tmp_path / 'nowhere'}: no such")
-
-
-@pytest.mark.core_cases("--model")
-@pytest.mark.parametrize("option", ["--model", "--heads"])
-def test_a_name_that_the_hub_cannot_give(capsys, folder, option):
-    options = ["--model", folder, "--heads", "some/thing"] if option == "--heads" else ["--model", "some/thing"]
-    code, line = error_of(capsys, "generate", *options, "x")  # tests run offline
-    assert code == 1 and line.startswith(f"tokenahead generate: {option} some/thing: no such")
-    assert line.endswith("HF_HUB_OFFLINE is set, and the cache does not hold it")
-
-
-def test_a_directory_of_heads_that_is_not_there(capsys, folder, command=("doctor",)):
-    code, line = error_of(capsys, *command, "--model", folder, "--heads", "./nowhere")
-    assert code == 1 and line.startswith(f"tokenahead {command[0]}: --heads ./nowhere: no such directory")
+@pytest.mark.core
+def test_names_that_nothing_gives(capsys, folder, tmp_path):
+    for words, named in [
+        (["--model", tmp_path / "nowhere"], f"--model {tmp_path / 'nowhere'}: no such"),
+        (["--model", "some/thing"], "--model some/thing: no such"),  # tests run offline
+        (["--model", folder, "--heads", "some/thing"], "--heads some/thing: no such"),
+        (["--model", folder, "--heads", "./nowhere"], "--heads ./nowhere: no such directory"),
+        (["--model", folder, "--heads", folder], f"--heads {folder} holds 'evabyte'"),
+    ]:
+        code, line = error_of(capsys, "generate", *words, "x")
+        assert code == 1 and line.startswith(f"tokenahead generate: {named}")
+        assert "some/thing" not in line or line.endswith("HF_HUB_OFFLINE is set, and the cache does not hold it")
 
 
 def test_a_hub_that_does_not_answer_is_named(capsys, monkeypatch):
@@ -151,11 +137,6 @@ def test_a_hub_that_does_not_answer_is_named(capsys, monkeypatch):
     assert code == 1 and line.endswith("the Hub did not give it: We couldn't connect to 'https://huggingface.co'")
 
 
-def test_heads_that_are_none(capsys, folder):
-    code, line = error_of(capsys, "generate", "--model", folder, "--heads", folder, "x")
-    assert code == 1 and "holds 'evabyte'" in line
-
-
 def test_a_path_is_said_once(capsys, folder, tmp_path):
     heads = tmp_path / "heads"
     MTPHeads(MTPHeadConfig(window=2, hidden_size=8, vocab_size=320)).save_pretrained(heads)
@@ -166,17 +147,13 @@ def test_a_path_is_said_once(capsys, folder, tmp_path):
     assert code == 1 and f"--heads {heads}: the checkpoint lacks 1 tensors of MTPHeads: ['{lost}']\n" in captured.err
 
 
-def test_weights_that_are_cut_short(capsys, folder, tmp_path):
+def test_a_model_that_is_damaged(capsys, folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights.write_bytes((folder / weights.name).read_bytes()[:-100])
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
     assert code == 1 and "cannot be loaded" in line
-
-
-def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = tmp_path / "config.json"
+    shutil.copy(folder / weights.name, weights)
     config.write_text(config.read_text().replace('"chunk_size": 4', '"chunk_size": 5'))
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
     reason = "window_size=32 must be a multiple of chunk_size=5"
@@ -192,20 +169,6 @@ def test_ctrl_c_ends_without_a_traceback(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def measured(identical: bool) -> MeasuredResults:
-    row = DecodingResult(
-        name="greedy",
-        do_sample=False,
-        backbone_calls=1,
-        new_tokens=1,
-        seconds=1.0,
-        plain_seconds=1.0,
-        identical=identical,
-    )
-    words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), "x")
-    return MeasuredResults(results=[row], library_version="0", **words)
-
-
 @pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1)])
 def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch, tmp_path, identical, code):
     seen = {}
@@ -213,14 +176,16 @@ def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch,
     def run_demo(measurement, subject, output):
         assert [method.name for method in subject.methods[:3]] == ["plain", "ff", "hmm 8"]
         seen.update(measurement=measurement, output=output)
-        return measured(identical)
+        counts = dict(do_sample=False, backbone_calls=1, new_tokens=1, seconds=1.0, plain_seconds=1.0)
+        rows = [DecodingResult(name="greedy", identical=identical, **counts)]
+        words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), "x")
+        return MeasuredResults(results=rows, library_version="0", **words)
 
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
     options = ("--seconds", "3", "--new-bytes", "9", "--batch-size", "2", "--seed", "5")
     assert run("demo", *options, "--output", tmp_path) == code
     wanted = Measurement(seconds=3.0, new_tokens=9, batch_size=2, seed=5)
     assert seen == {"measurement": wanted, "output": tmp_path}
-    assert wanted.command(box_model()) == "tokenahead demo --seconds 3 --new-tokens 9 --seed 5 --batch-size 2"
 
 
 def test_errors_show_no_escapes(capsys):
@@ -229,18 +194,13 @@ def test_errors_show_no_escapes(capsys):
         assert "\\x1b[31m\\u202e" in line and line.isprintable()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", ":x"])
-def test_a_bad_address_is_one_line(capsys, address):
-    code, line = error_of(capsys, "demo", "--web", address)
-    assert code == 1 and "--web" in line
-
-
-def test_a_port_in_use_is_one_line(capsys):
+def test_an_address_that_cannot_be_served_is_one_line(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, line = error_of(capsys, "demo", "--web", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert code == 1 and "--web" in line
+        for address in ("127.0.0.1:99999", ":x", f"127.0.0.1:{taken.getsockname()[1]}"):
+            code, line = error_of(capsys, "demo", "--web", address)
+            assert code == 1 and "--web" in line
 
 
 def test_a_program_that_imports_the_package_cleans_up_after_ctrl_c(tmp_path):
@@ -254,9 +214,7 @@ def test_a_program_that_imports_the_package_cleans_up_after_ctrl_c(tmp_path):
         "sys.meta_path.insert(0, Interrupts())\n"
         "try:\n    import tokenahead\nfinally:\n    print('cleaned up')\n"
     )
-    (tmp_path / "tokenahead_trains").mkdir()
-    (tmp_path / "tokenahead_trains" / "__main__.py").write_text(program)
-    paths = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[1]}"}
-    words = [sys.executable, "-m", "tokenahead_trains"]
-    ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, **paths})
+    (file := tmp_path / "trains.py").write_text(program)
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    ended = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False, timeout=200, env=paths)
     assert ended.stdout == "cleaned up\n" and "KeyboardInterrupt" in ended.stderr

@@ -35,9 +35,9 @@ NAMES = {
     "transformers.utils.hub": "_raise_exceptions_for_connection_errors _raise_exceptions_for_missing_entries",
     "transformers.utils.output_capturing": "_output_capturing_hooks_installed",
     "transformers.trainer:Trainer": (
-        "_finish_current_push _get_collator_with_removed_columns _get_dataloader _get_num_items_in_batch "
+        "_finish_current_push _get_dataloader _get_num_items_in_batch "
         "_initial_global_step _load_best_model _load_from_checkpoint _prepare_for_training _prepare_inputs "
-        "_remove_unused_columns _save _set_signature_columns_if_needed _signature_columns"
+        "_save _set_signature_columns_if_needed _signature_columns"
     ),
 }
 """Private names of transformers that this library uses, by owner ("module" or "module:Class")."""
@@ -61,8 +61,6 @@ PARAMETERS = {
     "_save": "output_dir state_dict",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_prepare_inputs": "inputs",
-    "_get_collator_with_removed_columns": "data_collator description",
-    "_remove_unused_columns": "dataset description",
     "_set_signature_columns_if_needed": "",
 }
 """By function of transformers that we override or call: its first parameters, in order."""

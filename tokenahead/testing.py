@@ -5,13 +5,13 @@
 ...     print(found.check, found.result, found.words)
 """
 
-from .training.conformance.decoders import DECODERS as DECODERS
-from .training.conformance.decoders import Decoder as Decoder
-from .training.conformance.decoders import disturbed as disturbed
-from .training.conformance.decoders import drafted_by as drafted_by
-from .training.conformance.decoders import letters as letters
-from .training.conformance.decoders import small_model as small_model
+from .training.conformance.kit import DECODERS as DECODERS
+from .training.conformance.kit import Decoder as Decoder
 from .training.conformance.kit import Verified as Verified
+from .training.conformance.kit import disturbed as disturbed
+from .training.conformance.kit import drafted_by as drafted_by
+from .training.conformance.kit import letters as letters
+from .training.conformance.kit import small_model as small_model
 from .training.conformance.kit import verify as verify
 from .training.conformance.kit import verify_greedy as verify_greedy
 from .training.conformance.kit import verify_sampled as verify_sampled

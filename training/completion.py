@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from transformers import TextStreamer
 from transformers.utils import logging
 
 from ..generation.attach import MTPGenerationMixin
-from .evaluation.decoding import GREEDY, DecodingMode, Row, acceptance_by_position, decode
+from .evaluation.decoding import GREEDY, DecodingMode, acceptance_by_position, decode
 from .evaluation.methods import named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder
 from .loading import load_model, unit_of
 from .requests import GenerateRequest
 
 
-@dataclass(frozen=True)
-class Completed:
-    """A completion without its prompt, the unit of the model's tokens (`"byte"` or `"token"`), counts and times."""
-
-    text: str
-    unit: str
-    prompt_tokens: int
-    run: Row
-
-    @property
-    def accepted_by_position(self) -> list[float]:
-        """Share of verifications that accept at least 1, 2, ... drafts; empty where nothing was drafted."""
-        (accepted,), (drafted,) = self.run.accepted or [[]], self.run.drafted or [[]]
-        return acceptance_by_position(accepted, max(drafted)) if drafted else []
-
-    def statistics(self) -> str:
-        """Return one line for a person."""
-        count, seconds, calls = self.run.new_tokens, self.run.seconds, self.run.forwards
-        drafts = f"{calls} backbone calls, {count / calls:.2f} {self.unit}s per call"
-        drafts = drafts if self.run.accepted else f"one {self.unit} per backbone call"
-        return f"{count} {self.unit}s in {seconds:.2f} s, {count / seconds:,.0f} {self.unit}s/s; {drafts}"
-
-    def as_dict(self) -> dict[str, object]:
-        """Return values for a JSON object."""
-        count, seconds, calls = self.run.new_tokens, self.run.seconds, self.run.forwards
-        said = {"text": self.text, "unit": self.unit, "prompt_tokens": self.prompt_tokens, "new_tokens": count}
-        counts = {"seconds": seconds, "backbone_calls": calls, "accepted_by_position": self.accepted_by_position}
-        return {**said, **counts, "tokens_per_second": count / seconds, "tokens_per_call": count / calls}
-
-
-def complete(request: GenerateRequest, shows: bool = False) -> Completed:
+def complete(request: GenerateRequest, shows: bool = False) -> dict[str, Any]:
     """Complete a prompt, and with `shows` stream it to the standard output.
+
+    Returns:
+        The text without its prompt, counts and times, and shares of verifications that accept at least 1, 2, ...
+        drafts: values of a JSON object.
 
     Raises:
         OSError: No such directory, one without a config, weights or tokenizer, or a name that the Hub cannot give.
-        ValueError: A checkpoint that is not whole, or no language model; heads of another model; a prompt that is too
-            long; a missing device; an option that does not apply to this model.
+        ValueError: A checkpoint that is not whole, or no language model; heads of another model; a missing device; an
+            option that does not apply to this model.
     """
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
@@ -73,4 +47,24 @@ def complete(request: GenerateRequest, shows: bool = False) -> Completed:
         chosen = {"temperature": request.temperature or 1.0, "top_k": request.top_k or 0, "top_p": request.top_p or 1.0}
         mode = DecodingMode("sampled", {"do_sample": True, **chosen})
     run = decode(method, batch, mode, request.max_new_tokens, request.seed)
-    return Completed(str(tokenizer.decode(run.ids[0], skip_special_tokens=True)), unit_of(tokenizer), count, run)
+    (accepted,), (drafted,) = run.accepted or [[]], run.drafted or [[]]
+    return {
+        "text": str(tokenizer.decode(run.ids[0], skip_special_tokens=True)),
+        "unit": unit_of(tokenizer),
+        "prompt_tokens": count,
+        "new_tokens": run.new_tokens,
+        "seconds": run.seconds,
+        "backbone_calls": run.forwards,
+        "accepted_by_position": acceptance_by_position(accepted, max(drafted)) if drafted else [],
+        "tokens_per_second": run.new_tokens / run.seconds,
+        "tokens_per_call": run.new_tokens / run.forwards,
+    }
+
+
+def statistics(done: dict[str, Any]) -> str:
+    """Return what `complete` says of a completion in one line for a person."""
+    unit, drafts = done["unit"], f"one {done['unit']} per backbone call"
+    if done["accepted_by_position"]:
+        drafts = f"{done['backbone_calls']} backbone calls, {done['tokens_per_call']:.2f} {unit}s per call"
+    speed = f"{done['seconds']:.2f} s, {done['tokens_per_second']:,.0f} {unit}s/s"
+    return f"{done['new_tokens']} {unit}s in {speed}; {drafts}"

@@ -36,10 +36,6 @@ class EndpointError(RuntimeError):
     """A server that cannot be used, or that gave no answer that can be used."""
 
 
-class _PassingError(Exception):
-    """What may be gone when a request is repeated."""
-
-
 @dataclass
 class Endpoint:
     """A model on a server, in the place of the backbone of `regenerate`.
@@ -85,12 +81,7 @@ class Endpoint:
         self._client = partial(httpx.AsyncClient, verify=tls, timeout=None, headers=headers)
 
     def served_model(self) -> str:
-        """Return the name of the model that answers.
-
-        Raises:
-            EndpointError: The server does not answer, or has no such model, or several where none is named.
-        """
-
+        """Return the name of the model that answers; refuse a server without it, or with several and none named."""
         served = self.answer("models", None, lambda answer, body: [str(each["id"]) for each in answer["data"]])
         self.model = served[0] if self.model is None and len(served) == 1 else self.model
         if self.model not in served:
@@ -110,8 +101,8 @@ class Endpoint:
             options: Further fields of the requests, such as `temperature`.
 
         Raises:
-            EndpointError: Rows without a usable answer, of which the first is named; all others come first, unless
-                there are sixteen such rows in turn.
+            EndpointError: It names the first row without a usable answer; all others come first, unless there are
+                sixteen such rows in turn.
         """
         from anyio.from_thread import start_blocking_portal
 
@@ -138,7 +129,7 @@ class Endpoint:
             raise EndpointError(f"row {row}: {one_line(first)}{others}") from first
 
     def body(self, prompt: Sequence[int], most: int, **options: Any) -> dict[str, Any]:
-        """Return the fields of a request for at most so many tokens after a prompt."""
+        """Return the fields of a request for at most `most` tokens after a prompt."""
         return {"model": self.model, "prompt": [*prompt], "max_tokens": most, "return_token_ids": True, **options}
 
     def answer(self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any, Any], T]) -> T:
@@ -156,7 +147,7 @@ class Endpoint:
         if read != len(sent) or prompt not in (None, sent):
             raise EndpointError(f"{self.url} read another prompt than was sent, {read!s:.20} tokens for {len(sent)}")
         if choice["finish_reason"] not in ("stop", "length"):
-            raise _PassingError(f"finish_reason={choice['finish_reason']!s:.50}")
+            raise ValueError(f"finish_reason={choice['finish_reason']!s:.50}")
         return choice
 
     def _ids_of(self, answer: Any, body: Mapping[str, Any]) -> list[int]:
@@ -166,8 +157,8 @@ class Endpoint:
         if is_text := ids is None:
             if tokenizer is None:
                 raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
-            ids, end = tokenizer(choice["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
-            ids = [*ids, end] if isinstance(end, int) and is_ended else ids
+            ids = tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+            ids += [tokenizer.eos_token_id] * (is_ended and tokenizer.eos_token_id is not None)
         is_right = isinstance(ids, list) and all(type(each) is int and 0 <= each < self._size for each in ids)
         if not is_right or len(ids) > (2 * most + 1 if is_text else most):
             raise EndpointError(f"{self.url} answers with {ids!s:.50}, not with {most} ids below {self._size} at most")
@@ -175,7 +166,7 @@ class Endpoint:
             return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
         is_short = not is_ended and len(ids) < most
         if is_short or (answer.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids):
-            raise _PassingError("fewer tokens than it says")
+            raise ValueError("fewer tokens than it says")
         texts = () if tokenizer is None else (choice["text"], str(tokenizer.decode(ids, True)))
         if len({"".join(each.replace("\ufffd", "").split()) for each in texts}) > 1:  # decoders differ in spaces
             raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
@@ -190,9 +181,8 @@ class Endpoint:
         for number in range(self.tries):
             if number:
                 logger.warning_once(f"{self.url}/{path}: {fault}; such requests are repeated")
-                doubled = min(self.pause * 2 ** min(number - 1, 32), _LONGEST_PAUSE)
-                asked = max(pause, doubled * random.uniform(0.5, 1.0))  # not all at once again
-                await anyio.sleep(min(asked, _LONGEST_PAUSE, self.timeout))
+                doubled = self.pause * 2.0 ** min(number - 1, 32) * random.uniform(0.5, 1.0)  # not all at once again
+                await anyio.sleep(min(max(pause, doubled), _LONGEST_PAUSE, self.timeout))
             pause = 0.0
             try:
                 response, content = await self._asked(path, body)
@@ -208,10 +198,8 @@ class Endpoint:
                 continue
             try:
                 return read(json.loads(content), body)
-            except _PassingError as error:
-                fault = str(error)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                fault = f"no answer in OpenAI's form: {type(error).__name__}"
+                fault = f"no whole answer in OpenAI's form: {one_line(error)[:80]}"
         raise EndpointError(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {fault}")
 
     async def _asked(self, path: str, body: Mapping[str, Any] | None) -> tuple[httpx.Response, bytearray]:

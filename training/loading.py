@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,24 +30,18 @@ from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
 
-_ADAPTERS = "adapter_config.json"
+_ADAPTERS, _CONFIG = "adapter_config.json", "config.json"
 _OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
 """The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
 
 
 def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a causal language model with the modules and adapters of its directory, and its tokenizer.
-
-    Args:
-        source: Directory, or name on the Hub.
-        dtype: Of the weights; `"auto"`: the checkpoint's.
-        device: Where to; None: a GPU where there is one.
-    """
-    device = usable_device(device)
+    """Return a causal language model with the modules and adapters of its directory, and its tokenizer."""
     base = base_of(source) if has_adapters(source) else source
     model = load_backbone(base, "--model", "--heads", dtype=dtype)
     if base != source:
         put_adapters(model, source)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(base))
 
 
@@ -54,18 +49,9 @@ def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[Pr
 def load_backbone(
     source: str, option: str, of_drafters: str, with_modules: bool = True, **options: Any
 ) -> PreTrainedModel:
-    """Return a causal language model, with the modules of its checkpoint unless `with_modules` is False.
+    """Return a causal language model, if asked for with the modules of its checkpoint; no drafter without a backbone.
 
-    Args:
-        source: Directory, or name on the Hub.
-        option: The argument that names the model, for messages.
-        of_drafters: The argument that names a drafter, for messages.
-        with_modules: Load the modules of the checkpoint, if it has some.
-        **options: Of `from_pretrained`.
-
-    Raises:
-        OSError: No such directory, or what the Hub cannot give.
-        ValueError: A drafter without a backbone.
+    Messages name it by `option`, and a drafter by `of_drafters`; `options` are those of `from_pretrained`.
     """
     hub = hub_options(options)
     if _may_exist(source) and holds_drafter_alone(source, **hub):
@@ -83,18 +69,10 @@ def load_drafter(
     shared: bool = False,
     **options: Any,
 ) -> Any:
-    """Return a drafter, attached to its backbone, which gets the adapters that it learned with.
+    """Return a drafter, in any layout, attached to its backbone, which gets the adapters that it learned with.
 
-    Args:
-        source: Directory, or name on the Hub, in this library's layout or a published one.
-        backbone: The model that it drafts for, as `load_model` returns it.
-        option: The argument that names the drafter, for messages.
-        kind: Name of its class in `DRAFTERS`; None: any.
-        shared: Refuse to put adapters on the backbone, which others use, too.
-        **options: Of `read_drafter`.
-
-    Raises:
-        ValueError: No such drafter, or one that learned with another backbone.
+    Another backbone than it learned with is refused, and, where it is `shared`, adapters that it would get. Messages
+    name the drafter by `option`; `options` are those of `read_drafter`, and `kind` is a name in `DRAFTERS`.
     """
     found = drafter_class(source) if _may_exist(source) else None
     if found is None or not (kind is None or issubclass(found, DRAFTERS[kind])):
@@ -111,13 +89,13 @@ def load_drafter(
     return drafter.to(backbone.device).eval().attach(backbone)
 
 
-def _may_exist(source: str) -> bool:
-    return Path(source).is_dir() or is_hub_name(source)
+def _may_exist(source: str | PathLike) -> bool:
+    return finish(source).is_dir() or is_hub_name(source)
 
 
 def load_config(source: str, option: str) -> PreTrainedConfig:
     """Return the configuration of a directory or of a name on the Hub; an OSError where there is none."""
-    if not (finish(source).is_dir() or is_hub_name(source)):
+    if not _may_exist(source):
         raise FileNotFoundError(f"{option} {source}: no such directory")
     try:
         return AutoConfig.from_pretrained(source)
@@ -128,19 +106,8 @@ def load_config(source: str, option: str) -> PreTrainedConfig:
 
 def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModelForCausalLM]:
     """Return the class that loads a causal language model with the modules that its checkpoint has."""
-    if config.model_type in REFUSED or dspark_block_size(config.to_dict()):
-        return AutoModelForCausalLM
-    return DeepSeekMTP if count_modules(config) else AutoModelForCausalLM
-
-
-def usable_device(name: str | torch.device | None) -> torch.device:
-    """Return a device that is there and holds numbers; for None, a GPU where there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device).sum().item()  # "meta" holds no numbers, either
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--device {name}: PyTorch cannot use it here ({str(error).splitlines()[0]})") from None
-    return device
+    is_plain = config.model_type in REFUSED or dspark_block_size(config.to_dict()) or not count_modules(config)
+    return AutoModelForCausalLM if is_plain else DeepSeekMTP
 
 
 def unit_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -155,63 +122,54 @@ def has_adapters(directory: str | PathLike) -> bool:
 
 def holds_model(directory: str | PathLike) -> bool:
     """Return whether a directory holds a whole model or drafter."""
-    return (finish(directory) / "config.json").is_file()
+    return (finish(directory) / _CONFIG).is_file()
 
 
 def base_of(adapters: str | PathLike) -> str:
     """Return the model that a directory of adapters names; refuse a directory that names none."""
-    name = named_base(adapters)
-    if not name:
+    fields = json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8"))
+    if not (name := fields.get("base_model_name_or_path")):
         raise ValueError(f"{adapters} holds adapters that do not say for which model they were trained")
     return name
-
-
-def named_base(adapters: str | PathLike) -> str | None:
-    """Return the model that a directory of adapters names, if any."""
-    return json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
 def put_adapters(model: PreTrainedModel, directory: str | PathLike) -> None:
     """Load adapters (with `modules_to_save`) into a model, whose class and drafter do not change; they can be trained.
 
-    Raises:
-        ValueError: Adapters of another model, of which peft would load the tensors that happen to fit.
+    Those of another model, of which peft would load the tensors that happen to fit, are refused.
     """
-    is_training, misfit = model.training, f"{directory} holds adapters that do not fit this {type(model).__name__}"
+    is_training = model.training
     try:
         result = model.load_adapter(str(directory), is_trainable=True)
+        odd = [*result.missing_keys, *result.unexpected_keys, *(key for key, *_ in result.mismatched_keys)]
+        if odd:
+            raise ValueError(f"only one of them has {min(odd)}")
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{misfit}: {error}") from error
+        name = type(model).__name__
+        raise ValueError(f"{directory} holds adapters that do not fit this {name}: {error}") from error
     model.train(is_training)  # new modules are in training mode, with dropout
-    if odd := sorted({*result.missing_keys, *result.unexpected_keys, *(key for key, *_ in result.mismatched_keys)}):
-        raise ValueError(f"{misfit}: only one of them has {odd[0]}")
 
 
 def trained_backbone(heads: str | PathLike) -> Path | None:
     """Return the directory of the backbone that was trained with heads, or of its adapters; None: it was frozen.
 
-    Files of heads on the Hub are downloaded.
+    Files of heads on the Hub are downloaded, if one of two small files exists.
     """
-    if not Path(heads).is_dir() and is_hub_name(heads):
-        return _trained_on_hub(str(heads))
     directory = Path(heads) / BACKBONE
-    return directory if has_adapters(directory) or holds_model(directory) else None
+    if Path(heads).is_dir() or not is_hub_name(heads):
+        return directory if has_adapters(directory) or holds_model(directory) else None
+    name = str(heads)
+    for file in (_ADAPTERS, _CONFIG):
+        with suppress(EntryNotFoundError):  # also without the Hub and an entry in the cache
+            hf_hub_download(name, f"{BACKBONE}/{file}")
+            whole = snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns="*checkpoint*/*")
+            return Path(whole) / BACKBONE
+    return None
 
 
 def is_hub_name(name: str | PathLike) -> bool:
     """Return whether a string may be the name of a model on the Hub: `owner/name`."""
     return str(name).count("/") == 1 and not str(name).startswith((".", "/", "~"))
-
-
-def _trained_on_hub(name: str) -> Path | None:
-    """Download the directory only if one of two small files exists."""
-    for file in (_ADAPTERS, "config.json"):
-        try:
-            hf_hub_download(name, f"{BACKBONE}/{file}")
-        except EntryNotFoundError:  # also without the Hub and an entry in the cache
-            continue
-        return Path(snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns="*checkpoint*/*")) / BACKBONE
-    return None
 
 
 def tokenizer_source(model: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..generation.tensors.saving import finish, whole_directory
-from ..modeling.common.online import OnlineLearner, OnlineMixin
+from ..modeling.common.online import OnlineLearner, OwnLossMixin
 
 ONLINE_DIRECTORY = "online_drafter"
 """Its name in a checkpoint."""
@@ -62,7 +62,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
     def __init__(
         self,
-        drafter: OnlineMixin,
+        drafter: OwnLossMixin,
         learning_rate: float = 1e-4,
         rows: int = 8,
         updates: int = 1,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from ..configuration.transformers_names import obstacle_of_peft
-from ..generation.backbone.wrapped_models import WrapperMixin, carries_adapters, untyped
+from ..generation.backbone.wrapped_models import WrapperMixin, carries_adapters
 from ..generation.drafter import BaseDrafter
 from ..modeling.common.outputs import TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
@@ -18,23 +18,14 @@ from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
 from .trainer_base import without_peft
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
-_RANK, _DROPOUT = 8, 0.0
+_RANK = 8
 
 
 def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
-    """Choose what learns, and from what.
+    """Choose what learns of attached heads, or of a model that owns its drafter, and from what; changed in place.
 
-    Args:
-        model: Attached `MTPHeads` or `EagleHead`, or a model that owns its drafter; changed in place.
-        strategy: The recipe.
-
-    Returns:
-        The model to train: this one; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
-        the model within peft's.
-
-    Raises:
-        TypeError: A model without a drafter that learns by a strategy.
-        ValueError: A part of the recipe that this model cannot follow; the message names the field.
+    Return the model to train: this one; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
+    the model within peft's.
     """
     owner = without_peft(model)
     if not (isinstance(owner, BaseDrafter) and isinstance(owner, TrainableDrafter)):
@@ -51,7 +42,7 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     if strategy.train != "drafter":
         check_no_adapters(model, type(owner).__name__, strategy)
     if strategy.train != "lora":
-        untyped(owner).train_only(strategy.train)
+        cast(Any, owner).train_only(strategy.train)
         return model
     [drafter] = owner.parts().values()
     name = next(name for name, module in model.named_modules() if module is drafter)
@@ -69,17 +60,13 @@ def callbacks_of(strategy: TrainingStrategy) -> list[TrainerCallback]:
 
 
 def set_loss_options(model: Any, changes: Mapping[str, Any]) -> None:
-    """Set options of a drafter's loss, in its `loss_options`.
-
-    Raises:
-        ValueError: An option that this drafter does not have, or a value that it cannot follow.
-    """
-    options, config, kind = model.loss_options, model.head_config, type(model).__name__
-    known = list(getattr(options, "__dict__", ()))
-    for name in (name for name in changes if name not in known):
-        raise ValueError(f"loss option {name!r}: the loss of a {kind} has {', '.join(known) or 'no options'}")
+    """Set options of a drafter's loss, in its `loss_options`; those that it does not have, or not read, are refused."""
     if not changes:
         return
+    options, config, kind = model.loss_options, model.head_config, type(model).__name__
+    known = list(getattr(options, "__dict__", ()))
+    if odd := [name for name in changes if name not in known]:
+        raise ValueError(f"loss option {odd[0]!r}: the loss of a {kind} has {', '.join(known) or 'no options'}")
     options.update(**changes)
     if config is not None:
         config.validate_architecture()
@@ -105,61 +92,47 @@ def _set_draft_layers(model: Any, strategy: TrainingStrategy) -> None:
 
 
 def _joined(model: Any, strategy: TrainingStrategy) -> JointMTPModel:
+    """Return heads and their backbone, which learns as a whole, by new adapters, or by those that it carries."""
     if model.head_config is None:
         raise ValueError(f"train={strategy.train!r}: {type(model).__name__} is trained on a frozen backbone")
+    backbone = model.backbone
     if strategy.train == "all":
-        check_no_adapters(model.backbone, "backbone", strategy)
-        model.backbone.requires_grad_(True)
-    else:
-        _learn_by_adapters(model.backbone, strategy)
-    return JointMTPModel(model)
-
-
-def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
-    """Train a backbone by adapters: new ones, or those that it carries."""
-    if not carries_adapters(backbone):
+        check_no_adapters(backbone, "backbone", strategy)
+        backbone.requires_grad_(True)
+    elif not carries_adapters(backbone):
         inject_adapter_in_model(lora_config(backbone, strategy), backbone)  # as `add_adapter`, of any version of peft
         backbone._hf_peft_config_loaded = True
-        return
-    if reason := obstacle_of_peft():
+    elif reason := obstacle_of_peft():
         raise ImportError(f"train='lora': the backbone carries adapters; {reason}: pip install 'transformers<5.24'")
-    if not backbone._hf_peft_config_loaded:
+    elif not backbone._hf_peft_config_loaded:
         raise ValueError("train='lora': the backbone carries adapters in a wrapper of peft: merge_and_unload() them")
-    names = backbone.active_adapters()
-    for config in (untyped(backbone).peft_config[name] for name in names):
-        for name, theirs in (("lora_rank", config.r), ("lora_alpha", config.lora_alpha)):
-            if getattr(strategy, name) not in (None, theirs):  # it would be passed over
-                raise ValueError(f"{name}={getattr(strategy, name)}: the adapters of the backbone have {theirs}")
-    backbone.set_adapter(names)  # which unfreezes those that were loaded for inference
+    else:
+        names = backbone.active_adapters()
+        for config in (backbone.peft_config[name] for name in names):
+            for name, theirs in (("lora_rank", config.r), ("lora_alpha", config.lora_alpha)):
+                if getattr(strategy, name) not in (None, theirs):  # it would be passed over
+                    raise ValueError(f"{name}={getattr(strategy, name)}: the adapters of the backbone have {theirs}")
+        backbone.set_adapter(names)  # which unfreezes those that were loaded for inference
+    return JointMTPModel(model)
 
 
 def check_no_adapters(model: nn.Module, what: str, strategy: TrainingStrategy) -> None:
     """Refuse a model with adapters where all weights learn, or where it gets adapters."""
     if carries_adapters(model):
-        why = "only they would be saved" if strategy.train == "all" else "further ones would be put over them"
-        raise ValueError(
-            f"train={strategy.train!r}: the {what} carries adapters of peft, and {why}; merge_and_unload() them first"
-        )
+        raise ValueError(f"train={strategy.train!r}: the {what} carries adapters of peft: merge_and_unload() them")
 
 
 def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | None = None) -> LoraConfig:
-    """Return the config of the adapters of a backbone or of the model that holds it.
-
-    The drafter (its name in the model, if it is a part of it) has no adapters and learns as a whole.
-    """
-    names = {_last(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    """Return the config of a backbone's adapters; a `drafter` of this name in the model has none, and learns whole."""
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     targets = strategy.lora_targets or [name for name in _QUERIES if name in names] or "all-linear"
     rank = strategy.lora_rank or _RANK
     return LoraConfig(
         base_model_name_or_path=getattr(model, "name_or_path", None) or None,  # as peft has it
         r=rank,
         lora_alpha=2 * rank if strategy.lora_alpha is None else strategy.lora_alpha,
-        lora_dropout=_DROPOUT if strategy.lora_dropout is None else strategy.lora_dropout,
+        lora_dropout=strategy.lora_dropout or 0.0,
         target_modules=targets,
         exclude_modules=None if drafter is None else rf"(.*\.)?{drafter}(\..*)?",
         modules_to_save=None if drafter is None else [drafter],
     )
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

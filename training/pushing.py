@@ -19,7 +19,7 @@ from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
-from ..modeling.common.remote_code import RemoteCodeMixin, add_code, code_when_pushed, handed
+from ..modeling.common.remote_code import add_code, code_when_pushed, handed
 from ..modeling.heads.joint import JointMTPModel
 from .utils import visible, without_directories
 
@@ -182,7 +182,7 @@ class TrainerPushMixin(_TrainerBase):
         if whole is not None:
             push.public_copy(source, folder / whole, (*besides, *_OF_RESUMING), adapters)
         for saved in (model, tokenizer):
-            if isinstance(saved, RemoteCodeMixin):
+            if hasattr(type(saved), "remote_classes"):
                 add_code(saved, folder, code_when_pushed(saved))
         given = {name: value for name, value in options.items() if value is not None}
         options = {"token": self.args.hub_token, "revision": self.args.hub_revision} | given

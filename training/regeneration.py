@@ -1,9 +1,8 @@
 """Completions by the backbone itself, to train its drafter on, because these are what it will draft.
 
-EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are completed batch
-by batch, and stored (`parts`), by each process of a run its share. The seed of a batch is that of its first row, so
-that completions, sampled ones too, are the same for any number of processes, and after an interruption, which loses
-what was written in the last minute.
+Rows are completed batch by batch, and stored (`parts`), by each process of a run its share. The seed of a batch is that
+of its first row, so that completions, sampled ones too, are the same for any number of processes, and after an
+interruption, which loses what was written in the last minute.
 """
 
 from __future__ import annotations
@@ -44,14 +43,10 @@ class RegeneratedText(Dataset):
     """Rows of prompts and the backbone's completions; labels are -100 on prompts.
 
     Args:
-        folder: What `regenerate` wrote.
+        folder: What `regenerate` wrote; a ValueError names what is missing or damaged.
 
     Attributes:
         rows: By row, `ids` and the length of the `prompt`.
-
-    Raises:
-        FileNotFoundError: A directory without completions.
-        ValueError: Incomplete or damaged completions.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -73,14 +68,7 @@ class RegeneratedText(Dataset):
         return {"input_ids": ids, "labels": labels}
 
     def to_dataset(self) -> datasets.Dataset:
-        """Return the rows as a data set of `datasets`, with `input_ids` and `labels`, for trainers and for the Hub.
-
-        Raises:
-            MissingExtraError: `datasets` is not installed.
-
-        Example:
-            >>> RegeneratedText("answers").to_dataset().push_to_hub("me/answers")
-        """
+        """Return the rows as a data set of `datasets`, with `input_ids` and `labels`, for trainers and for the Hub."""
         with needs_extra("train", "RegeneratedText.to_dataset"):
             import datasets
 
@@ -124,8 +112,8 @@ def regenerate(
         The rows, to train with.
 
     Raises:
-        ValueError: No prompts, an empty one, a directory of another backbone, other prompts or other options, a damaged
-            plan, or a backbone that several processes hold together.
+        ValueError: No prompts, an empty one, a directory of another backbone, prompts or options, a damaged plan, or a
+            backbone that several processes hold together.
         EndpointError: A server that cannot be used, or did not answer; what it has answered is written.
     """
     read = RowReader(("input_ids", "labels", "position_ids"), what="a prompt")
@@ -142,7 +130,7 @@ def regenerate(
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "seed": seed,
-        "options": {name: _as_json(value) for name, value in options.items()},
+        "options": json.loads(json.dumps(options, default=_as_json)),
     }
     facts, digest = folder / _PLAN, digest_of(plan)
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,30 +139,29 @@ def regenerate(
     elif processes.rank == 0:
         write_facts(facts, plan)
 
+    def completions(rows: list[int]) -> Iterator[tuple[int, list[int]]]:
+        if isinstance(backbone, Endpoint):
+            prompts = {row: ids[row].tolist() for row in rows}
+            yield from backbone.completions(prompts, max_new_tokens, seed, options)
+            return
+        missing = {*rows}
+        for start in sorted({row - row % batch_size for row in missing}):
+            set_seed(seed + start)
+            found = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
+            yield from ((row, new) for row, new in enumerate(found, start) if row in missing)
+
     def write(rows: list[int]) -> None:
         texts, since = dict[int, list[int]](), time.monotonic()
         try:
-            for found in written(rows):
-                texts |= found
-                if time.monotonic() - since >= _SECONDS:
+            for row, new in logging.tqdm(completions(rows), desc="completions", total=len(rows)):
+                texts[row] = new
+                if time.monotonic() - since >= _SECONDS and (row + 1) % batch_size == 0:
                     _write(folder, digest, ids, texts)
                     texts, since = {}, time.monotonic()
         finally:
             _write(folder, digest, ids, texts)
 
-    def written(rows: list[int]) -> Iterator[dict[int, list[int]]]:
-        if isinstance(backbone, Endpoint):
-            prompts = {row: ids[row].tolist() for row in rows}
-            answers = backbone.completions(prompts, max_new_tokens, seed, options)
-            yield from ({row: new} for row, new in logging.tqdm(answers, desc="answers", total=len(rows)))
-            return
-        missing, starts = {*rows}, sorted({row - row % batch_size for row in rows})
-        for start in logging.tqdm(starts, desc="outputs of the backbone, in batches"):
-            set_seed(seed + start)
-            found = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
-            yield {row: new for row, new in enumerate(found, start) if row in missing}
-
-    complete(facts, digest, len(ids), write, "outputs of the backbone", processes, batch_size)
+    complete(facts, digest, len(ids), write, processes, batch_size)
     return RegeneratedText(folder)
 
 
@@ -205,13 +192,8 @@ def _identity(backbone: PreTrainedModel | Endpoint) -> str:
 
 
 def _as_json(value: object) -> object:
-    """Return an option as JSON reads it back; of other objects, such as a drafter, the name of the class."""
-    if isinstance(value, GenerationConfig):
-        value = value.to_diff_dict()
-    try:
-        return json.loads(json.dumps(value))
-    except TypeError:
-        return type(value).__name__
+    """Return what JSON holds of another object: of a config its changes, else, as of a drafter, its class."""
+    return value.to_diff_dict() if isinstance(value, GenerationConfig) else type(value).__name__
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +13,6 @@ from .utils import escaped
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "directory, or name on the Hub (owner/name)"
-OF_WEIGHTS: dict[str, Any] = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
 _KEEPS = "; as the card there says if left out"
 _METHODS = (
     "of plain, own, ngram, suffix[:SOURCE], recycling, lookahead, assistant:SOURCE, heads:SOURCE, eagle:SOURCE, "
@@ -25,30 +22,11 @@ _METHODS = (
 )
 
 
-def number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser of finite numbers for which `holds` is true."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and holds(value)):
-            raise argparse.ArgumentTypeError(f"{text!r} must be a {rule}")
-        return value
-
-    return read
-
-
-def whole(least: int, most: float = math.inf) -> Callable[[str], float]:
-    """Return a parser of whole numbers from `least` to `most`."""
-    return number(int, f"whole number from {least} to {most:g}", lambda x: least <= x <= most)
-
-
-SECONDS = number(float, "number above 0", lambda x: x > 0)
-NOT_NEGATIVE = number(float, "number of at least 0", lambda x: x >= 0)
-SHARE = number(float, "number above 0 and at most 1", lambda x: 0 < x <= 1)
-COUNT, SEED = whole(1), whole(0, 2**32 - 1)
+def count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
@@ -64,7 +42,7 @@ def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
 class RequestParser(HfArgumentParser):
     """Reads the options of a command as the dataclass of its request, and reports an error in one line."""
 
-    def __init__(self, request_class: Any, **options: Any) -> None:
+    def __init__(self, request_class: Any = (), **options: Any) -> None:
         super().__init__(request_class, formatter_class=argparse.HelpFormatter, **options)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
@@ -85,10 +63,9 @@ class RequestParser(HfArgumentParser):
 
 _IGNORED = "columns of the prompts that are left out unread; others that are not known are refused"
 _PROMPTS = "file of prompts, as `tokenahead bench` takes it; short requests if left out"
-_DEVICE = "such as cpu or cuda:1; a GPU where there is one if left out"
 _EACH = "prompts of each category; all if left out"
-_DRAFTER = "a method of `tokenahead bench`, such as eagle:SOURCE or ngram; the model's own if left out"
-_HEADS = "short for --drafter auto:SOURCE: heads, an EAGLE head, a block drafter or a student, in any layout"
+_NO_THINKING = "chats without thinking: the template gets enable_thinking=False"
+_RAW = "prompts as they are, without the chat template"
 _SOURCE = (
     "Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line; or a data set of such "
     "rows, on the Hub or in a directory: NAME:SPLIT, or NAME:CONFIG:SPLIT"
@@ -96,49 +73,61 @@ _SOURCE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamesDrafter:
+class LoadsModel:
+    """Options of commands that load a model."""
+
+    model: str = option(help=NAME)
+    dtype: str = option("auto", "of the weights (auto: the checkpoint's)", choices=_DTYPES)
+    device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesDrafter(LoadsModel):
     """Options of commands that draft in one way."""
 
-    drafter: str | None = option(None, _DRAFTER, metavar="METHOD")
-    heads: str | None = option(None, _HEADS, aliases=["--eagle", "--student"], metavar="SOURCE")
+    drafter: str | None = option(
+        None, "a method of `tokenahead bench`, such as eagle:SOURCE or ngram; the model's own if left out",
+        metavar="METHOD",
+    )  # fmt: skip
+    heads: str | None = option(
+        None, "short for --drafter auto:SOURCE: heads, an EAGLE head, a block drafter or a student, in any layout",
+        aliases=["--eagle", "--student"], metavar="SOURCE",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.heads and self.drafter:
-            raise ValueError(f"argument --heads: not allowed with argument --drafter ({self.drafter})")
+        given = [name for name in ("plain", "heads", "drafter") if getattr(self, name, None)]
+        if len(given) > 1:
+            raise ValueError(f"argument --{given[0]}: not allowed with argument --{given[1]}")
 
     def method(self) -> str | None:
         """Return what drafts, as a method of `tokenahead bench`."""
         return f"auto:{self.heads}" if self.heads else self.drafter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DemoRequest(NamesDrafter):
     """Options of `tokenahead demo`."""
 
-    seconds: float = option(40.0, "time for measuring (%(default)g)", read=SECONDS)
-    new_tokens: int = option(128, "per completion, at most (%(default)s)", read=COUNT, aliases=["--new-bytes"])
-    batch_size: int = option(1, "measure batches of so many prompts, too", read=COUNT)
+    model: str | None = option(None, f"{NAME}; the model in the box if left out")
+    seconds: float = option(40.0, "time for measuring (%(default)g)")
+    new_tokens: int = option(128, "per completion, at most (%(default)s)", read=count, aliases=["--new-bytes"])
+    batch_size: int = option(1, "measure batches of so many prompts, too", read=count)
     output: Path = option(Path("tokenahead-demo"), "directory of results (%(default)s)")
     # of a first text that does not repeat itself, greedily, as the small model's mostly do
-    seed: int = option(13, "of prompts and samples (%(default)s)", read=SEED)
+    seed: int = option(13, "of prompts and samples (%(default)s)")
     web: str | None = option(None, "serve a page instead (at 127.0.0.1)", nargs="?", const="", metavar="HOST:PORT")
-    model: str | None = option(None, f"{NAME}; the model in the box if left out")
-    dtype: str = option("auto", **OF_WEIGHTS)
     prompts: Path | None = option(None, _PROMPTS, metavar="FILE")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DoctorRequest(NamesDrafter):
     """Options of `tokenahead doctor`."""
 
-    model: str = option(help=NAME)
     prompts: Path | None = option(None, _PROMPTS, metavar="FILE")
-    raw: bool = option(False, "prompts as they are, without the chat template")
+    raw: bool = option(False, _RAW)
     ignore_columns: list[str] | None = option(None, _IGNORED, nargs="+", metavar="NAME")
-    per_category: int | None = option(None, _EACH, read=COUNT)
-    new_tokens: int = option(64, "per answer, at most (%(default)s)", read=whole(2))
-    dtype: str = option("auto", **OF_WEIGHTS)
-    device: str | None = option(None, _DEVICE)
+    per_category: int | None = option(None, _EACH, read=count)
+    new_tokens: int = option(64, "per answer, at most (%(default)s)", read=count)
     json: bool = option(False, "write one JSON object in place of the tables")
 
 
@@ -153,42 +142,33 @@ class GenerateRequest(NamesDrafter):
     )  # fmt: skip
     plain: bool = option(False, "one token at a time, without drafts")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
-    no_thinking: bool = option(False, "chats without thinking: the template gets enable_thinking=False")
-    dtype: str = option("auto", **OF_WEIGHTS)
-    device: str | None = option(None, _DEVICE)
-    temperature: float | None = option(None, "sample; 0: greedy, as without any of these three", read=NOT_NEGATIVE)
-    top_k: int | None = option(None, "sample from the k most probable tokens (0: from all)", read=whole(0))
-    top_p: float | None = option(None, "sample from the nucleus", read=SHARE)
-    seed: int = option(0, "of the samples (%(default)s)", read=SEED)
-    max_new_tokens: int = option(256, "%(default)s if left out", read=COUNT)
-    num_assistant_tokens: int | None = option(None, "tokens to draft; as many as fit if left out", read=COUNT)
+    no_thinking: bool = option(False, _NO_THINKING)
+    temperature: float | None = option(None, "sample; 0: greedy, as without any of these three")
+    top_k: int | None = option(None, "sample from the k most probable tokens (0: from all)")
+    top_p: float | None = option(None, "sample from the nucleus (0: from all)")
+    seed: int = option(0, "of the samples (%(default)s)")
+    max_new_tokens: int = option(256, "%(default)s if left out", read=count)
+    num_assistant_tokens: int | None = option(None, "tokens to draft; as many as fit if left out", read=count)
     json: bool = option(False, "write one JSON object: the text and statistics")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.plain and self.method():
-            raise ValueError(f"argument --plain: not allowed with argument {'--heads' if self.heads else '--drafter'}")
 
-
-@dataclass(frozen=True)
-class BenchRequest:
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest(LoadsModel):
     """Options of `tokenahead bench`."""
 
-    model: str = option(help=NAME)
     prompts: str = option(help=_SOURCE)
     methods: list[str] = option(help=_METHODS, nargs="+", metavar="METHOD")
     output: Path = option(help="directory of results; an earlier run there continues")
     decoding: list[str] = option(["greedy"], "'greedy', 'T=1', 'T=0.7' (greedy)", nargs="+")
-    batch_size: list[int] = option([1], "prompts per call (1)", nargs="+", read=COUNT)
-    new_tokens: int = option(128, "per answer, at most (%(default)s)", read=COUNT)
-    per_category: int | None = option(None, _EACH, read=COUNT)
-    seconds: float | None = option(None, "time after which nothing is begun", read=SECONDS)
-    dtype: str = option("auto", **OF_WEIGHTS)
+    batch_size: list[int] = option([1], "prompts per call (1)", nargs="+", read=count)
+    new_tokens: int = option(128, "per answer, at most (%(default)s)", read=count)
+    per_category: int | None = option(None, _EACH, read=count)
+    seconds: float | None = option(None, "time after which nothing is begun")
     device: str = option("cpu", "such as cpu or cuda (%(default)s)")
-    threads: int | None = option(None, "of PyTorch", read=COUNT)
-    seed: int = option(0, "of the samples (%(default)s)", read=SEED)
-    raw: bool = option(False, "prompts as they are, without the chat template")
-    no_thinking: bool = option(False, "chats without thinking: the template gets enable_thinking=False")
+    threads: int | None = option(None, "of PyTorch", read=count)
+    seed: int = option(0, "of the samples (%(default)s)")
+    raw: bool = option(False, _RAW)
+    no_thinking: bool = option(False, _NO_THINKING)
     force_length: bool = option(False, "let no answer end early; such texts often loop")
     ignore_columns: list[str] | None = option(None, _IGNORED, nargs="+", metavar="NAME")
     skip_broken: bool = option(False, "leave out lines that hold no prompt")
@@ -208,7 +188,7 @@ class VerifyRequest:
     function: list[str] | None = option(
         None, "MODULE:NAME of others: (model, input_ids, **options of generate) -> sequences", nargs="+", metavar="NAME"
     )
-    samples: int = option(4000, "texts that are drawn for each distribution (%(default)s)", read=whole(500))
+    samples: int = option(4000, "texts that are drawn for each distribution (%(default)s)", read=count)
     json: bool = option(False, "write one JSON object in place of the tables")
     markdown: bool = option(False, "write one Markdown table of what each function keeps")
 

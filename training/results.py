@@ -31,12 +31,6 @@ class DecodingResult:
 
     None, and what is empty, was not measured. Shares lie in 0 to 1. Texts that loop, with drafts or without, are in no
     figure but `repeated_share` and the comparison of texts; where all do, counts and times are those of all.
-
-    Example:
-        >>> row = DecodingResult(name="greedy", do_sample=False, backbone_calls=50, new_tokens=200, seconds=1.0,
-        ...                      plain_seconds=2.5, identical=True)
-        >>> row.tokens_per_call, row.speed_up
-        (4.0, 2.5)
     """
 
     name: str
@@ -154,11 +148,7 @@ class MeasuredResults:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Load a file of `to_json`.
-
-        Raises:
-            ValueError: The file is not JSON, or a field is missing, unknown or of another type.
-        """
+        """Load a file of `to_json`; a field that is missing, unknown or of another type is refused."""
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(**fields | {"results": [DecodingResult(**row) for row in fields["results"]]})
@@ -188,17 +178,15 @@ def source_mark(source: str | Path) -> str:
 
 def environment() -> Facts:
     """Return versions, processor, cores, threads, and the load average of the last minute, by name."""
-    facts: Facts = {
+    return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "processor": processor(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
+        **({"load average, 1 min": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}),
     }
-    with suppress(AttributeError, OSError):  # not on every system
-        facts["load average, 1 min"] = round(os.getloadavg()[0], 2)
-    return facts
 
 
 def hardware() -> str:

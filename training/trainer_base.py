@@ -31,7 +31,6 @@ from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from .batches import BatchingMixin, Collator, Inputs
 from .checkpoints import ResumingMixin, check_checkpoint
-from .progress import TokenProgress
 from .pushing import TrainerPushMixin
 
 logger = logging.get_logger(__name__)
@@ -139,7 +138,6 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
         if self.args.label_smoothing_factor:
             raise ValueError("label_smoothing_factor is for losses of labels, and drafters have their own: set it to 0")
         self._means = {True: RunningMeans(), False: RunningMeans()}
-        self._bar = TokenProgress.replace_bar(self)
         self.check_batches()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -163,12 +161,6 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
     def _shares_hidden(self) -> AbstractContextManager[None]:
         """Hide shares of a frozen backbone, but not what FSDP2 made of a model that learns."""
         return nullcontext() if self.is_fsdp_enabled else shares_hidden(self._owner)
-
-    def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `Trainer`; tokens are counted for the bar."""
-        if self._bar is not None:
-            self._bar.count(inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
 
     @property
     def _reader(self) -> str:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from ipaddress import ip_address
 from typing import Any
 
 from transformers import TextIteratorStreamer
 
-from ..configuration.fields import field
-from ..generation.backbone.backbones import takes_dense_masks
-from ..generation.lookups.ngram import NgramDrafter
 from .demo import described, load_methods, spans
 from .evaluation.decoding import GREEDY, Row, decode, drafted_flags, sampled
 from .evaluation.prompts import Prompt, PromptEncoder
@@ -36,31 +31,23 @@ class Author:
     """A model with a drafter, which writes one text at a time; see `build`."""
 
     def __init__(self, model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> None:
-        self.model, tokenizer, self.plain, self.method = load_methods(model, drafter, dtype)
+        tokenizer, self.plain, self.method = load_methods(model, drafter, dtype)
         self.writer = PromptEncoder(tokenizer, chats=bool(model))
         self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
-        self.name = described(self.model, model, self.method)
-        self.draws_trees = self.method.drafter.drafts_trees and takes_dense_masks(self.model)
+        self.name = described(model, [self.method])
         self.worker = ThreadPoolExecutor(1)  # visitors take turns, also after one who left in the middle
 
-    def write(
-        self, prompt: str, new_tokens: int, temperature: float, seed: int, as_tree: bool
-    ) -> Iterator[tuple[Coloured, str]]:
+    def write(self, prompt: str, new_tokens: int, temperature: float, seed: int) -> Iterator[tuple[Coloured, str]]:
         """Yield the text so far, and what is said of it; colours come when the text is whole."""
-        tree = {"top_k": 3} if isinstance(self.method.drafter, NgramDrafter) else {"top_k": 3, "total_tokens": 16}
-        batch = self.writer.batch([Prompt("", (prompt,))], [[]], self.model.device)
+        if not prompt.strip():
+            raise ValueError("prompt: it is empty")
+        batch = self.writer.batch([Prompt("", (prompt,))], [[]], self.plain.model.device)
         asked = batch, sampled(temperature) if temperature else GREEDY, int(new_tokens), int(seed or 0)
-        size = batch["input_ids"].shape[1]
-        most = field(self.model.config.get_text_config(), "max_position_embeddings", default=math.inf) - int(new_tokens)
-        if not prompt.strip() or size > most:
-            what = f"{size} tokens are more than the {most} that fit" if prompt.strip() else "it is empty"
-            raise ValueError(f"prompt: {what}")
         streamer = TextIteratorStreamer(self.writer.tokenizer, skip_prompt=True)
-        options = self.method.options | {"streamer": streamer} | ({"draft_tree": tree} if as_tree else {})
 
         def written() -> Row:
             try:
-                return decode(replace(self.method, options=options), *asked)
+                return decode(replace(self.method, options=self.method.options | {"streamer": streamer}), *asked)
             finally:
                 streamer.end()  # of a call that failed, too
 
@@ -79,18 +66,14 @@ class Author:
         yield text, f"{words}: {plain.new_tokens} tokens, {plain.seconds:.1f} s (once, on this machine)"
 
 
-class Guard:
-    """Refuses requests with files, larger than a prompt can be, or under another name than `names` (None: any may be).
+def guard(app: Callable[..., Any], names: Collection[str] | None = None) -> Callable[..., Any]:
+    """Return an app that refuses files, long requests, and hosts other than addresses and `names` (None: any may be).
 
     A page of somebody else's site that is open in a visitor's browser would else reach this one under that site's name
     (DNS rebinding); it has no way to do that under an address.
     """
 
-    def __init__(self, app: Callable[..., Any], names: Collection[str] | None = None) -> None:
-        self.app, self.names = app, None if names is None else {name.lower() for name in names}
-
-    async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        """Answer a request, or pass it on."""
+    async def guarded(scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         left = _LARGEST
 
         async def counted() -> Any:
@@ -102,35 +85,29 @@ class Guard:
                 raise import_module("fastapi").HTTPException(413, words, {"connection": "close"})
             return message
 
-        status, reason = self.fault(dict(scope.get("headers", ())))
+        status, reason = fault(dict(scope.get("headers", ())), names)
         answer = import_module("starlette.responses").PlainTextResponse(reason, status, {"connection": "close"})
-        await (answer if reason and scope["type"] in ("http", "websocket") else self.app)(scope, counted, send)
+        await (answer if reason and scope["type"] in ("http", "websocket") else app)(scope, counted, send)
 
-    def fault(self, headers: dict[bytes, bytes]) -> tuple[int, str]:
-        """Return the status of a refusal and its reason, which is empty where there is none."""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if headers.get(b"content-type", b"").strip().lower().startswith(b"multipart/"):
-            return 403, "This page takes no files."
-        with suppress(ValueError):
-            _ = self.names is None or name in self.names or ip_address(name)  # a ValueError where it is no address
-            return 200, ""
-        return 421, "This page answers to the names of its machine alone."
+    return guarded
 
 
-def _launch(launch: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Launch a page behind a `Guard`; with `share`, under any name."""
-    own = {"localhost", socket.gethostname(), socket.getfqdn(), os.environ.get("SPACE_HOST", "localhost")}
-    names = None if options.get("share") else own | {options.get("server_name") or "localhost"}
-    guard = import_module("starlette.middleware").Middleware(Guard, names=names)
-    app = {"middleware": [guard]} | (options.pop("app_kwargs", None) or {})
-    return launch(*arguments, **{"max_file_size": "1kb"} | options, app_kwargs=app)
+def fault(headers: dict[bytes, bytes], names: Collection[str] | None) -> tuple[int, str]:
+    """Return the status of a refusal and its reason, which is empty where there is none; see `guard`."""
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if headers.get(b"content-type", b"").strip().lower().startswith(b"multipart/"):
+        return 403, "This page takes no files."
+    with suppress(ValueError):
+        _ = names is None or name in map(str.lower, names) or ip_address(name)  # a ValueError where it is no address
+        return 200, ""
+    return 421, "This page answers to the names of its machine alone."
 
 
 def build(model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> Any:
-    """Return the page of a model and a drafter, a `gradio.Blocks` whose `launch` puts a `Guard` before it.
+    """Return the page of a model and a drafter, a `gradio.Blocks` whose `launch` puts a `guard` before it.
 
-    For the arguments, and what is raised, see `named_model`.
+    For the arguments, and what is raised, see `load_methods`.
 
     Raises:
         MissingExtraError: There is no Gradio.
@@ -145,18 +122,24 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
         except (ValueError, OSError, RuntimeError) as error:
             yield [], str(error)
 
+    def launch(*arguments: Any, **options: Any) -> Any:
+        names = {"localhost", socket.gethostname(), socket.getfqdn(), os.environ.get("SPACE_HOST", "localhost")}
+        names.add(options.get("server_name") or "localhost")
+        middleware = import_module("starlette.middleware").Middleware(guard, names=names)
+        app = {"middleware": [middleware]} | (options.pop("app_kwargs", None) or {})
+        return show(*arguments, **{"max_file_size": "1kb"} | options, app_kwargs=app)
+
     colours = {_DRAFTED: "green", _OWN: "orange"}
     asked = [
         gr.Textbox(author.example, label="Prompt", lines=6),
         gr.Slider(16, 512, 128, step=16, label="New tokens"),
         gr.Slider(0, 1.5, author.temperature, step=0.1, label="Temperature (0: greedy)"),
         gr.Number(0, label="Seed", precision=0, minimum=0),
-        gr.Checkbox(label="Draft trees", visible=author.draws_trees),
     ]
     shown = gr.HighlightedText(label=author.name, color_map=colours, show_legend=True), gr.Textbox(label="Calls")
     options = {"analytics_enabled": False, "delete_cache": (_DAY, _DAY), "concurrency_limit": 1}
     page = gr.Interface(write, asked, [*shown], submit_btn="Write", flagging_mode="never", api_name="write", **options)
-    page.title, page.launch = "tokenahead", partial(_launch, page.launch)
+    show, page.title, page.launch = page.launch, "tokenahead", launch
     return page
 
 

@@ -20,7 +20,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,13 @@ from transformers import GenerationConfig
 
 from tokenahead import EvaByteForMTPC, EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults
+from tokenahead.modeling.evabyte.tokenizer import BYTE_OFFSET
 from tokenahead.training.box import (
     CHECKSUMS,
-    EXCERPT,
     EXCERPTS,
-    HEADS,
-    Box,
-    Excerpt,
     check_box,
-    excerpt_windows,
+    heads_in,
+    load_box,
     sha256,
 )
 from tokenahead.training.commands.bench import RESULTS, write
@@ -51,10 +49,31 @@ from tokenahead.training.demo import Measurement, box_model
 
 DRAFTED = 5
 """Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""
+EXCERPT = 1023  # bytes of an excerpt; with `<bos>` before it, a window of 1,024 ids
 BEFORE = "Bits per byte before rounding to bfloat16"
 """What `results.json` says of the weights that were trained."""
+HEADS = ("ff", "cp", "hmm", "btree")
+"""Heads that a run may hold."""
 _EXCERPTS, _WINDOWS = 128, 64
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A piece of a file of a package that nothing was trained on: `EXCERPT` bytes of ASCII from the start of a line.
+
+    Package, version and licence are those of its distribution's metadata.
+    """
+
+    package: str
+    version: str
+    licence: str
+    text: str
+
+
+def load_excerpts(folder: Path) -> list[Excerpt]:
+    """Read a box's held-out text."""
+    return [Excerpt(**fields) for fields in json.loads((folder / EXCERPTS).read_text(encoding="utf-8"))]
 
 
 def release(run: Path, output: Path, drafts: dict[str, int], measurement: Measurement) -> None:
@@ -93,7 +112,7 @@ def measure_again(box: Path, drafts: dict[str, int], measurement: Measurement, h
     with _in_place_of(box) as scratch:
         shutil.copytree(box, scratch, dirs_exist_ok=True)
         if drafts or heads:
-            models = Box.load(box).models
+            models = {head: load_box(head, box)[0] for head in heads_in(box)}
             for kind, folder in heads.items():
                 check_same_backbone(models[kind], other := EvaByteForMTPC.from_pretrained(folder).eval())
                 other.generation_config, models[kind] = models[kind].generation_config, other
@@ -163,12 +182,20 @@ def window_bits(model: EvaByteForMTPC, ids: torch.Tensor, batch_size: int = 8) -
 
 def _measure(folder: Path, measurement: Measurement, before_rounding: dict[str, float]) -> None:
     """Write results, figures and card of a sealed box, and seal it anew."""
-    box = Box.load(folder)
-    bits = window_bits(next(iter(box.models.values())), excerpt_windows(box.excerpts))
+    bits = window_bits(load_box(directory=folder)[0], excerpt_windows(load_excerpts(folder)))
     measured, _ = measurement.measure(box_model(folder))
-    write(folder, replace(measured, bits_per_byte=float(bits.mean()), extra=measured.extra | before_rounding))
+    words = f"--seconds {measurement.seconds:g} --new-tokens {measurement.new_tokens} --seed {measurement.seed}"
+    command = f"tokenahead demo {words} --batch-size {measurement.batch_size}"
+    changes = {"command": command, "bits_per_byte": float(bits.mean()), "extra": measured.extra | before_rounding}
+    write(folder, replace(measured, **changes))
     write_box_card(folder)
     seal(folder)
+
+
+def excerpt_windows(excerpts: Sequence[Excerpt]) -> torch.Tensor:
+    """Return `<bos>` and the bytes of every excerpt, [N, 1 + EXCERPT] int64."""
+    data = torch.stack([torch.tensor(list(excerpt.text.encode("ascii"))) for excerpt in excerpts])
+    return torch.nn.functional.pad(data + BYTE_OFFSET, (1, 0), value=_IDS["bos_token_id"])
 
 
 def save_box(folder: Path, models: dict[str, EvaByteForMTPC], drafts: dict[str, int]) -> None:

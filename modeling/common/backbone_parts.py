@@ -1,7 +1,6 @@
 """What drafters borrow of a backbone: its unembedding, embeddings and norm for a call, and layers of its own class.
 
-Parts are never stored on a module, so that copies stay right. Layers are built from the backbone's config and called
-outside their model: with its rotary positions, its masks, and the caller's cache.
+Parts are never stored on a module, so that copies stay right; layers are called outside their model.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ Map = Callable[[Tensor], Tensor]
 class BackboneParts:
     """Functions of a causal language model, through which no gradient reaches its parameters. Made for every call.
 
-    Each is looked up when it is first read: most heads read none, and a look-up takes longer than a head.
-
-    Args:
-        model: The model.
-        vocabulary: The tokens whose logits are computed; None: all. Embeddings are then those of its `codes`.
+    Each is looked up when it is first read. Of a `vocabulary` there are logits of its tokens, and embeddings of codes.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: DraftVocabulary | None = None) -> None:
@@ -92,17 +87,13 @@ def _unembed(unembedding: nn.Module, config: PreTrainedConfig, part: DraftVocabu
 
 def part_logits(part: DraftVocabulary, unembedding: nn.Module, states: Tensor) -> Tensor:
     """Return the logits [..., U] that an unembedding makes of states [..., H]; its parameters get no gradient."""
-    linear = unembedding if type(unembedding) is nn.Linear else None
-    if linear is None or is_unit(linear) or "_hf_hook" in vars(linear) or not _is_plain(linear.weight):
+    linear = unembedding if type(unembedding) is nn.Linear and not is_unit(unembedding) else None
+    if linear is None or "_hf_hook" in vars(linear) or linear.weight.is_meta or isinstance(linear.weight, DTensor):
         # such weights cannot be read outside their module's forward: all logits are computed
         return frozen(unembedding, states).index_select(-1, part.on(states.device))
     rows = part.rows(linear.weight)  # [U, H]
     bias = None if linear.bias is None else linear.bias.detach()[part.on(rows.device)]  # [U]
     return nn.functional.linear(states.to(rows.device), rows, bias)  # [..., U]
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return not (weight.is_meta or isinstance(weight, DTensor))
 
 
 def _gathered(weight: Tensor) -> Tensor:
@@ -112,8 +103,7 @@ def _gathered(weight: Tensor) -> Tensor:
 def frozen(module: nn.Module, *args: object) -> Any:
     """Return `module(*args)`, through which gradients reach the arguments but no parameter.
 
-    The module itself is called, never its weight read, for hooks of accelerate (offloaded weights) and other classes of
-    linear maps (quantised ones).
+    The module itself is called, never its weight read, for hooks of accelerate and quantised maps.
     """
     if is_unit(module):
         return call_frozen(module, *args)
@@ -140,10 +130,7 @@ def compute_device(model: PreTrainedModel) -> torch.device:
 
 @torch.no_grad()
 def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
-    """Return the matrix [out, in] of a linear map, in the dtype and on the device of `like`, [out, in].
-
-    Of a map that is quantised, offloaded or adapted, it is the map's output for unit vectors.
-    """
+    """Return the matrix [out, in] of a linear map; of a quantised, offloaded or adapted one as `like`, [out, in]."""
     if type(linear) is nn.Linear and not linear.weight.is_meta:
         return _gathered(linear.weight.detach())
     unit = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)  # [in, in]
@@ -174,14 +161,10 @@ _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
 
 
 class LayerSource:
-    """The decoder layers of an architecture, from a model without weights.
-
-    Args:
-        config: The config of a model.
+    """The decoder layers of an architecture, from a model on the meta device.
 
     Attributes:
-        config: The same, as its layers hold it.
-        layers: All layers, on the meta device.
+        config: The model's, as its layers hold it.
         cache_name: The argument by which a layer takes its cache.
     """
 
@@ -237,11 +220,10 @@ def layer_options(
     slot: int = 0,
     cache_name: str = CACHE,
 ) -> Kwargs:
-    """Return what a layer takes besides its states [B, T, d], whose shape, dtype and device are read.
+    """Return what a layer of a `kind`, with a `slot` in the caller's cache, takes besides its states [B, T, d].
 
     `attention_mask` is [B, past + T], or what is seen [B, 1, T, W] bool, of all layers or by kind; `position_ids` is
-    [B or 1, T], or three with images; `cache` is the caller's, in which the layer has a `slot`; `kind` is one of
-    `layer_types`.
+    [B or 1, T], or three with images.
     """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
@@ -282,12 +264,11 @@ def _own_tokens(states: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 def _positions_of_all(positions: Tensor, cache: Cache | None, slot: int) -> Tensor:
     """Return positions [3, B, W + T] of all columns in a cache, and behind them those of the next [3, B, T]."""
-    if cache is None:
-        return positions
-    layer = cast(DynamicIndexedLayer, cache.layers[slot])
-    held = layer.indexer_position_ids
-    layer.indexer_position_ids = whole = positions if held is None else torch.cat([held, positions], dim=-1)
-    return whole
+    if cache is not None:
+        layer = cast(DynamicIndexedLayer, cache.layers[slot])
+        held = layer.indexer_position_ids
+        layer.indexer_position_ids = positions = positions if held is None else torch.cat([held, positions], dim=-1)
+    return positions
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
@@ -322,9 +303,8 @@ def rotated(rotary: nn.Module, states: Tensor, positions: Tensor, kind: str) -> 
     if not knows_layer_types(type(rotary)):
         return rotary(states, positions)
     names = vars(rotary).get("layer_types", [kind])
-    return (
-        rotary(states, positions, kind) if kind in names else {name: rotary(states, positions, name) for name in names}
-    )
+    made = {name: rotary(states, positions, name) for name in ([kind] if kind in names else names)}
+    return made.get(kind, made)
 
 
 @cache
@@ -363,8 +343,7 @@ _LOGIT_CHANGES = (
 def finished_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Return logits [..., V] with what a family does after its unembedding: cap tanh(factor W h / divisor / cap).
 
-    These changes keep the order of logits, but not losses, confidences and draft distributions. Of all tokens, some
-    families leave those out that are padding of the table.
+    Of all tokens, some families leave those out that are padding of the table.
     """
     factor, cap, known, scaling, width = map(getattr, repeat(config), _LOGIT_CHANGES, repeat(None))
     divisor = width if scaling is None else scaling

@@ -1,9 +1,8 @@
 """Summed terms of a module over many positions, in chunks: memory grows with neither positions, depths nor vocabulary.
 
-Logits of a chunk yield their terms and, at once, their gradients; they are freed before the next chunk, and computed
-only once. Positions where nothing is scored, such as prompts, have none. Gradients of linear maps and embeddings, V d
-numbers of an unembedding, are added to one tensor in place, chunk by chunk; depths that share a module share that
-tensor, too. Knows no circuit, no chain and no loss.
+Logits of a chunk yield their terms and, at once, their gradients, and are freed before the next chunk. Positions where
+nothing is scored have none. Gradients of linear maps and embeddings, V d numbers of an unembedding, are added to one
+tensor in place. Knows no circuit, no chain and no loss.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -38,32 +37,20 @@ Chunk = tuple[Tensor, list[Tensor | None]]
 
 @dataclass
 class LossSegment:
-    """Positions whose terms are summed and weighed together.
+    """Positions whose terms are summed and weighed together; terms are 0 where not `scored` (None: all are)."""
 
-    Attributes:
-        hidden_states: [..., D].
-        arguments: Further arguments of the terms, [..., n] each, or None.
-        weights: [n] float, the factor of each column's sum over positions.
-        trains_module: Whether the module's parameters learn from these positions.
-        terms: Computes their terms, in place of the function for all parts.
-        scored: [...] bool, where terms may differ from 0; `chunked_sums` leaves the other positions out. None: all.
-    """
-
-    hidden_states: Tensor
-    arguments: Sequence[Tensor | None]
-    weights: Tensor
-    trains_module: bool = True
-    terms: TermFunction | None = None
-    scored: Tensor | None = None
+    hidden_states: Tensor  # [..., D]
+    arguments: Sequence[Tensor | None]  # of the terms, [..., n] each
+    weights: Tensor  # [n] float, the factor of each column's sum over positions
+    trains_module: bool = True  # whether the module's parameters learn from these positions
+    terms: TermFunction | None = None  # in place of the function for all parts
+    scored: Tensor | None = None  # [...] bool
 
     def only_scored(self) -> LossSegment:
-        """Return the part without positions where nothing is scored, but for one where there is no other.
-
-        On an accelerator this waits once, for the number of positions.
-        """
+        """Return the part without positions where nothing is scored, but for one where there is no other."""
         if self.scored is None:
             return self
-        rows = self.scored.flatten().nonzero()[:, 0]  # [N]
+        rows = self.scored.flatten().nonzero()[:, 0]  # [N]; an accelerator waits here
         if len(rows) == self.scored.numel():
             return self
         rows = rows if len(rows) else rows.new_zeros(1)
@@ -77,7 +64,7 @@ class LossSegment:
     def chunks(self, size: int) -> Iterator[Chunk]:
         """Yield hidden states [N, D] and arguments [N, n] on the same device, chunk by chunk."""
         hidden = self.hidden_states.flatten(0, -2).split(size)
-        pieces = (_split(argument, size, len(hidden)) for argument in self.arguments)
+        pieces = [repeat(None) if each is None else each.flatten(0, -2).split(size) for each in self.arguments]
         for states, *arguments in zip(hidden, *pieces):
             yield states, [None if argument is None else argument.to(states.device) for argument in arguments]
 
@@ -102,17 +89,13 @@ class SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-        """Return [..., R] of inputs [..., D] and a weight [R, D], whose gradient is added to `total`.
-
-        `anchor` is a scalar that requires a gradient, so that backward always visits the weight.
-        """
+        """Return [..., R] of inputs [..., D]; the scalar `anchor` requires a gradient, so that backward always runs."""
         ctx.save_for_backward(inputs, weight)
         ctx.total = total
         return nn.functional.linear(inputs, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the inputs, where one is wanted, and 0 for the anchor."""
         inputs, weight = ctx.saved_tensors
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)  # [N, R], [N, D]
         add_product(ctx.total, flat, rows)
@@ -126,14 +109,13 @@ class SummedEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-        """Return [..., R] of ids [...] and a table [V, R], whose gradient is added to `total`; see `SummedLinear`."""
+        """Return [..., R] of ids [...] and a table [V, R]; see `SummedLinear`."""
         ctx.save_for_backward(ids)
         ctx.total = total
         return nn.functional.embedding(ids, table)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return 0 for the anchor."""
         (ids,) = ctx.saved_tensors
         ctx.total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(ctx.total.dtype))
         return None, None, None, ctx.total.new_zeros(())
@@ -146,8 +128,7 @@ class _SummedWeights(TorchFunctionMode):
         super().__init__()
         self.totals, self.anchor = totals, anchor
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, or the map that sums."""
+    def __torch_function__(self, func: Callable, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, is_map = kwargs or {}, func in (nn.functional.linear, nn.functional.embedding)
         if is_map and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled():
             if func is nn.functional.embedding:
@@ -162,26 +143,27 @@ class _SummedWeights(TorchFunctionMode):
 def chunked_sums(
     terms: TermFunction, module: nn.Module, parts: Sequence[LossSegment], logits_per_position: int, together: int = 1
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the sums of the terms of all positions, part by part, and their weighted total.
+    """Return the weighted total of terms that `module` makes of all positions, and detached sums by part, [n] each.
 
     Gradients, unless they are off, are computed together with the sums and wait for backward, which can run once.
-
-    Args:
-        terms: Computes the terms of some positions with the module's parameters.
-        module: The module.
-        parts: The positions.
-        logits_per_position: Numbers that `terms` makes of one position, which determine the size of a chunk.
-        together: See `rows_per_chunk`.
-
-    Returns:
-        A scalar, the weighted sum of all sums; and, detached, the sums of each part, [n].
+    `logits_per_position` and `together` determine the size of a chunk: see `rows_per_chunk`.
     """
     gather(module.modules())
     parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
-    parameters = [*filter(_learns, module.parameters())]
-    task = ChunkJob(terms, module, parts, rows_per_chunk(logits_per_position, states[0].device, together))
-    return made_in_forward(task.made, [*states, *parameters])
+    parameters: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    size, device = rows_per_chunk(logits_per_position, states[0].device, together), parts[0].weights.device
+
+    def made(needed: list[bool]) -> Made:
+        totals = {parameter: new_total(parameter) for parameter in parameters} if any(needed) else {}
+        scale = torch.cat([part.weights.to(device) for part in parts]).max()
+        passes = [_pass(terms, size, part, totals, scale, want) for part, want in zip(parts, needed)]
+        into_states, sums = zip(*passes)
+        weighted = (summed * part.weights.to(summed) for summed, part in zip(sums, parts))
+        value = reduce(torch.add, [part.sum().to(device) for part in weighted])
+        return Made(value, list(sums), [*into_states, *(total.to(p.dtype) for p, total in totals.items())], scale)
+
+    return made_in_forward(made, [*states, *parameters])
 
 
 @torch.no_grad()
@@ -194,8 +176,7 @@ def term_rows(terms: TermFunction, part: LossSegment, logits_per_position: int) 
 def rows_per_chunk(logits: int, device: torch.device, together: int = 4) -> int:
     """Return the number of positions of a chunk, each of which makes so many logits.
 
-    `together` are the rows that a position has in one product with an unembedding: all its depths where they share it,
-    1 where each has its own; by default more, for logits without gradients, which read the unembedding once.
+    `together` are the rows that a position has in one product with an unembedding: its depths where they share it.
     """
     most = max(1, LOGITS_PER_CHUNK // logits)
     if device.type != "cpu":
@@ -206,27 +187,18 @@ def rows_per_chunk(logits: int, device: torch.device, together: int = 4) -> int:
 
 @dataclass
 class Made:
-    """A loss with the gradients that were made together with it.
+    """A loss with the gradients that were made together with it."""
 
-    Attributes:
-        value: A scalar.
-        sums: What else is returned, detached.
-        gradients: Those of the inputs divided by `scale`, or None: those of a mean would underflow in half precision.
-        scale: A scalar.
-    """
-
-    value: Tensor
-    sums: list[Tensor]
-    gradients: list[Tensor | None]
-    scale: Tensor
+    value: Tensor  # a scalar
+    sums: list[Tensor]  # what else is returned, detached
+    gradients: list[Tensor | None]  # divided by `scale`: those of a mean would underflow in half precision
+    scale: Tensor  # a scalar
 
 
 def made_in_forward(make: Callable[[list[bool]], Made], inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return a loss whose gradients its forward makes, and its sums; backward, which can run once, scales them.
 
-    Args:
-        make: Computes the loss; it is told which inputs need a gradient, none of them where gradients are off.
-        inputs: The tensors that the loss depends on.
+    `make` is told which inputs need a gradient, none of them where gradients are off.
     """
     value, *sums = _MadeInForward.apply(make, torch.is_grad_enabled(), *inputs)
     return value, sums
@@ -250,44 +222,17 @@ class _MadeInForward(torch.autograd.Function):
         return None, None, *(None if part is None else part.mul_(factor.to(part)) for part in gradients)
 
 
-@dataclass
-class ChunkJob:
-    """What the chunks of one sum have in common."""
-
-    terms: TermFunction
-    module: nn.Module
-    parts: Sequence[LossSegment]
-    size: int
-
-    def made(self, needed: list[bool]) -> Made:
-        """Return the weighted total, the sums of every part, and the gradients of its states and of parameters."""
-        count, device = len(self.parts), self.parts[0].weights.device
-        totals: dict[Tensor, Tensor] = {}
-        for parameter in filter(_learns, self.module.parameters() if any(needed) else ()):
-            totals[parameter] = new_total(parameter)
-        scale = torch.cat([part.weights.to(device) for part in self.parts]).max()
-        passes = [_pass(self, part, totals, scale, want) for part, want in zip(self.parts, needed[:count])]
-        into_states, sums = zip(*passes)
-        weighted = (summed * part.weights.to(summed) for summed, part in zip(sums, self.parts))
-        value = reduce(torch.add, [part.sum().to(device) for part in weighted])
-        return Made(value, list(sums), [*into_states, *(total.to(p.dtype) for p, total in totals.items())], scale)
-
-
-def _learns(parameter: Tensor) -> bool:
-    return parameter.requires_grad
-
-
 def _pass(
-    task: ChunkJob, part: LossSegment, totals: dict[Tensor, Tensor], scale: Tensor, wanted: bool
+    terms: TermFunction, size: int, part: LossSegment, totals: dict[Tensor, Tensor], scale: Tensor, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of a part's hidden states, where `wanted`, and its sums [n]; add to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
     totals, sums = totals if part.trains_module else {}, list[Tensor]()
     # written in place: small results that outlive a chunk would keep malloc from using its memory again
     into_states = torch.empty_like(part.hidden_states.flatten(0, -2)) if wanted else None
-    pieces = () if into_states is None else into_states.split(task.size)
-    for chunk, piece in zip_longest(part.chunks(task.size), pieces):
-        summed, gradient = _chunk(part.terms or task.terms, chunk, shares, wanted, totals)
+    pieces = () if into_states is None else into_states.split(size)
+    for chunk, piece in zip_longest(part.chunks(size), pieces):
+        summed, gradient = _chunk(part.terms or terms, chunk, shares, wanted, totals)
         sums.append(summed)
         if piece is not None:
             piece.copy_(gradient)
@@ -316,7 +261,3 @@ def _chunk(
         if gradient is not None:  # not a linear map's
             totals[parameter] += gradient
     return sums.detach(), found[0]
-
-
-def _split(argument: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
-    return [None] * count if argument is None else argument.flatten(0, -2).split(size)

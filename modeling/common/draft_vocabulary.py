@@ -26,26 +26,13 @@ FILE = "draft_vocabulary.json"
 
 
 class DraftVocabulary:
-    """The part U of the vocabulary.
-
-    Args:
-        ids: [U] distinct token ids, in any order.
-        vocab_size: V.
-        name: What the ids are called in messages.
-
-    Raises:
-        ValueError: No ids, ids out of range, or a repeated id.
-    """
+    """The part U of the vocabulary: distinct token ids [U] of `vocab_size`, called `name` in messages."""
 
     def __init__(self, ids: TokenIds, vocab_size: int, name: str = "draft_vocabulary") -> None:
-        self.ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values  # [U]
-        if not len(self.ids):
-            raise ValueError(f"{name} is empty; give at least one token id, or None")
-        if self.ids[0] < 0 or self.ids[-1] >= vocab_size:
-            wrong = self.ids[0] if self.ids[0] < 0 else self.ids[-1]
-            raise ValueError(f"{name} holds {int(wrong)}; token ids are 0 to {vocab_size - 1}")
-        if (self.ids[1:] == self.ids[:-1]).any():
-            raise ValueError(f"{name} holds a token id more than once; ids must be distinct")
+        self.ids = ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values  # [U]
+        if not len(ids) or ids[0] < 0 or ids[-1] >= vocab_size or (ids[1:] == ids[:-1]).any():
+            held = f"{len(ids)} ids from {int(ids[0])} to {int(ids[-1])}" if len(ids) else "no id: it is empty"
+            raise ValueError(f"{name} holds {held}; it must hold token ids of 0 to {vocab_size - 1}, each once")
         self.vocab_size = vocab_size
         self._rows: tuple[ReferenceType[Tensor], Hashable, Tensor] | None = None
         self._on_device: dict[torch.device, Tensor] = {}
@@ -58,7 +45,7 @@ class DraftVocabulary:
         return self.__dict__ | {"_rows": None, "_on_device": {}}
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the ids [U] on a device, copied once."""
+        """Return the ids [U] on a device."""
         if device not in self._on_device:
             self._on_device[device] = self.ids.to(device)
         return self._on_device[device]
@@ -108,10 +95,7 @@ def stored_ids(name: str | PathLike, **hub: Any) -> list[int] | None:
 
 
 def check_offsets(name: object, state: dict[str, Tensor], size: int, vocab: int) -> None:
-    """Check that `d2t` of a checkpoint holds offsets of `size` of `vocab` tokens and agrees with `t2d`.
-
-    It is removed where all tokens are drafted.
-    """
+    """Refuse a `d2t` that does not hold offsets of `size` of `vocab` tokens or agree with `t2d`; remove one of all."""
     if "d2t" not in state:
         return
     offsets = state["d2t"]
@@ -139,9 +123,6 @@ def frequent_tokens(
 
     Returns:
         [size] int64, ascending.
-
-    Raises:
-        ValueError: `size` is smaller than the number of those tokens.
     """
     counts = Counter(token for text in texts for token in text)
     included: set[int] = set()

@@ -16,7 +16,6 @@ from ...generation.tensors.tensor_files import Fields
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
 _FROM_BACKBONE = ("target_hidden_size", "num_target_layers", "base_model_name_or_path", "base_model_type")
-_ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 
 
 def layer_fields(text: PreTrainedConfig, options: Fields) -> Fields:
@@ -45,11 +44,8 @@ def new_config(
     options: Fields,
     own: Callable[[PreTrainedConfig], Fields] = lambda text: {},
 ) -> Config:
-    """Return the configuration of a new drafter: the backbone's sizes and rope, unless `options` has others.
-
-    `options` are fields of `kind` or of the class of the layers above it; `own` makes further fields of the config of
-    the backbone's text model.
-    """
+    """Return the configuration of a new drafter: the backbone's sizes and rope, and what `own` makes of its text
+    config, unless `options` has others."""
     unknown = [name for name in options if name not in get_annotations(kind.__bases__[0])]
     check_options(unknown, kind, f"{owner}.from_backbone", _FROM_BACKBONE)
     check_kind(backbone)
@@ -76,8 +72,6 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
     places = {place: _of_all_layers(raw.get(place) or {}) for place in ("rope_parameters", "rope_scaling")}
     thetas = [rope.get("rope_theta") for rope in places.values()] + [raw.get("rope_theta"), usual]
     theta = next((each for each in thetas if each is not None), None)
-    if theta is None:
-        raise ValueError(f"{owner}: config.json has no rope_theta")
     if not isinstance(theta, (int, float)) or theta <= 0:
         raise ValueError(f"{owner}: config.json has rope_theta={theta!r}, which is no positive number")
     kinds = {
@@ -87,8 +81,10 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
         if rope.keys() - {"rope_theta"}
     }
     rope = agreed(owner, kinds, *kinds) or {"rope_type": "default"}
-    if rope["rope_type"] not in _ROPE_TYPES:
-        raise ValueError(f"{owner}: rope_type={rope['rope_type']!r} is none of {', '.join(sorted(_ROPE_TYPES))}")
+    if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ValueError(
+            f"{owner}: rope_type={rope['rope_type']!r} is none of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+        )
     return rope | {"rope_theta": theta}
 
 
@@ -108,10 +104,8 @@ def with_prefixes(name: str, renames: Iterable[tuple[str, str]]) -> str:
 def check_columns(owner: object, columns: int, layers: Sequence[int | None], width: int, option: str) -> None:
     """Refuse an `fc` whose columns are not those of the states of these layers, which `option` names."""
     if columns != len(layers) * width:
-        states = f"{len(layers)} states of {width} ({option}={list(layers)})"
-        raise ValueError(
-            f"{owner}: fc.weight has {columns} columns, but {states} have {len(layers) * width}; pass {option}="
-        )
+        states = f"{option}={list(layers)} of {width}"
+        raise ValueError(f"{owner}: fc.weight has {columns} columns, {len(layers)} states {states}; pass {option}=")
 
 
 def architectures(raw: Fields) -> list[str]:
@@ -122,27 +116,18 @@ def architectures(raw: Fields) -> list[str]:
 
 def verifier_fields(verifier: Fields) -> Fields:
     """Return speculators' fields of the backbone: its name and its kind."""
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    kinds = [(kind, name) for kind, name in classes if name in architectures(verifier)]
+    named = architectures(verifier)
+    kinds = [(kind, name) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in named]
     # Llama's class also reads other kinds
     kind, _ = min(kinds, key=lambda pair: not pair[1].lower().startswith(pair[0]), default=(None, None))
-    named = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
-    return {key: value for key, value in named.items() if value is not None}
+    fields = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def speculators_fields(config: Any, kind: str, name: str, layers: Fields, tokens: int) -> Fields:
-    """Return the fields that speculators' config.json has of every drafter.
-
-    `kind` is `speculators_model_type`, `name` that of its class, `layers` the config of the layers, `tokens` the length
-    of a proposal.
-    """
+    """Return the fields of a `speculators_model_type`, of a class `name`, with a config of its `layers`."""
     verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    proposal = dict(proposal_type="greedy", speculative_tokens=tokens, verifier_accept_k=1, accept_tolerance=0.0)
     width = config.target_hidden_size
     return ({} if width == config.hidden_size else {"target_hidden_size": width}) | {
         "architectures": [name],

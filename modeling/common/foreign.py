@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -38,29 +38,27 @@ Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
 
 
 class ForeignLayoutsMixin(DraftModel):
-    """Adds loading of other layouts, and saving in the one that `config.layout` names; `"tokenahead"` is ours.
-
-    A class that uses it loads by `load_stored`, and offers `read_foreign` and `in_layout`.
-    """
+    """Adds loading of other layouts by `load_stored`, and saving in the one that `config.layout` names."""
 
     config_class: ClassVar[type[PreTrainedConfig]]
     lm_head: nn.Linear
     embed_tokens: nn.Embedding
+    read_foreign: Callable[..., Stored]
+    """From name, config.json, options of the hub, fields in place of the checkpoint's, and fields to pass over."""
+    in_layout: Callable[..., tuple[Fields, dict[str, Tensor]]]
+    """From a layout and all tensors of the drafter, config.json and tensors of a checkpoint in it."""
     _supports_sdpa = True
     drafts_trees, attends, not_served = True, True, None
 
     @property
     def loss_options(self) -> Any:
-        """Options of the loss of `forward`, `EagleLossOptions` or `BlockLossOptions`."""
         return self.config.loss_options
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone of other sizes, or that no such drafter fits."""
         check_kind(backbone)
         super().check_backbone(backbone)
         if has_own_cache(backbone):
-            kind = type(backbone).__name__
-            raise ValueError(f"backbone: {kind} has its own cache class, whose columns a drafter's cannot follow")
+            raise ValueError(f"backbone: the cache of a {type(backbone).__name__} is its own, which no drafter follows")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, and take over its special ids."""
@@ -83,31 +81,8 @@ class ForeignLayoutsMixin(DraftModel):
                 self.embed_tokens.weight.copy_(table)
         return self
 
-    @classmethod
-    def read_foreign(
-        cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
-    ) -> Stored:
-        """Return what a directory or repository in another layout holds, by its config.json (`raw`) and its tensors.
-
-        `fields` replace the checkpoint's, where they are not None; `ignored` fields are passed over; `hub` has
-        `revision`, `token`, ...
-        """
-        raise NotImplementedError
-
-    def in_layout(self, layout: str, state: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
-        """Return config.json and tensors of a checkpoint in another layout, from all tensors of the drafter."""
-        raise NotImplementedError
-
     def export(self, folder: str | PathLike, layout: str) -> None:
-        """Write a checkpoint for another library or engine.
-
-        Args:
-            folder: The directory.
-            layout: One of `EagleHeadConfig.layout`, or of `BlockDrafterConfig.layout`.
-
-        Raises:
-            ValueError: An option of this drafter that the layout cannot hold.
-        """
+        """Write a checkpoint in another layout, one of those of `EagleHeadConfig` or of `BlockDrafterConfig`."""
         with whole_directory(folder) as directory:
             self._write_layout(directory, layout, self.state_dict())
 
@@ -172,6 +147,5 @@ class ForeignLayoutsMixin(DraftModel):
 
     def without_code(self) -> str | None:
         """Return why no code can be saved in layouts of other libraries."""
-        layout = self.config.layout
-        reason = f"layout={layout!r} is for other tools, and config.layout decides"
-        return super().without_code() if layout == "tokenahead" else reason
+        is_own = self.config.layout == "tokenahead"
+        return super().without_code() if is_own else f"layout={self.config.layout!r} is for other tools"

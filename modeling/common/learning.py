@@ -18,40 +18,28 @@ from ...generation.contract import requested_states
 from ...generation.drafter import DrafterFacts
 from ..heads.context import add_tables
 from ..heads.family import distribution_after, window_distribution
-from ..heads.losses import DepthLossMixin, counts_of_update, depth_weights
+from ..heads.losses import counts_of_update, depth_weights
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
 from .draft_vocabulary import DraftVocabulary, drafted_tokens
 from .loading import StrictLoadingMixin
-from .online import OnlineMixin
-from .outputs import DraftDistributions, TrainableDrafter, refuse_loss_of_others
+from .online import OwnLossMixin
+from .outputs import DraftDistributions, TrainableDrafter
 
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], None where unused, or the used ones by index."""
 
 
-class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
-    """A network that drafts for a frozen backbone, and learns on it or from stored states of it.
-
-    A class that uses it offers `learn` and `learning_layers`.
-
-    Attributes:
-        draft_size: Number of the tokens that it drafts.
-    """
+class DraftModel(OwnLossMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
+    """A network that drafts for a frozen backbone, and learns on it or from stored states; a class offers `learn`."""
 
     supports_gradient_checkpointing = True
     travels_when_pushed = False
-    draft_size: int
+    draft_size: int  # number of the tokens that it drafts
     learn: Callable[..., CausalLMOutputWithPast]
     _part: tuple[Hashable, DraftVocabulary] | None = None
     # Auto classes give a class of foreign code GenerationMixin, unless the name of its `generate` has that in it
     generate = NoGenerationMixin.generate
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`; refuse a trainer that computes its own loss (`fused_lm_head=True`)."""
-        if kwargs.get("fused_lm_head"):
-            refuse_loss_of_others(self)
-        return super().__call__(*args, **kwargs)
 
     def check_policy(self) -> None:
         self.check_backbone(self.backbone)
@@ -89,9 +77,6 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
 
         Returns:
             `MTPOutput`, or the drafter's own.
-
-        Raises:
-            ValueError: Labels that are no token ids, or states of another number of layers.
         """
         if cached_states is not None:
             states, logits = split_states(cached_states, self.learning_layers), None
@@ -108,21 +93,14 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
         return output
 
     def _run_backbone(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        logits_to_keep: int | Tensor = 1,
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, logits: int | Tensor = 1
     ) -> Any:
-        """Return the backbone's outputs, with the states that the drafter reads, and the last.
-
-        Without `position_ids`, the real tokens are counted.
-        """
+        """Return the backbone's outputs, with the states that the drafter reads; by default real tokens are counted."""
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)
         layers = [*dict.fromkeys([*self.learning_layers, -1])]
         with torch.no_grad():
-            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
+            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits)
 
     def add_draft_ids(self, size: int | None, vocab_size: int | None) -> None:
         """Set `draft_size`, and register a buffer of the ids where that is not the whole vocabulary."""
@@ -156,14 +134,7 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
         return self._part[1]
 
     def set_draft_ids(self, draft_ids: Tensor) -> None:
-        """Set which tokens are drafted.
-
-        Args:
-            draft_ids: [Vd] int64, distinct.
-
-        Raises:
-            ValueError: Another number of ids, repeated ids, or ids out of range.
-        """
+        """Set which tokens are drafted, [Vd] distinct token ids."""
         size = self.draft_size
         if len(DraftVocabulary(draft_ids, self.config.vocab_size, "draft_ids")) != size:
             raise ValueError(f"draft_ids are {len(draft_ids)}; they must be as many as draft_vocab_size={size}")
@@ -171,21 +142,14 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
             self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
 
 
-class WindowHeadMixin(DepthLossMixin):
-    """What a model with a window head offers, whether the backbone belongs to it or not.
-
-    Attributes:
-        mtp_loss_weight: lambda, what the heads' loss is multiplied with.
-        head_config: Options of the head.
-        head: The module that learns.
-        whole_head: The module that makes the distribution of the whole window.
-    """
+class WindowHeadMixin(OwnLossMixin):
+    """What a model with a window head offers, whether the backbone belongs to it or not."""
 
     window: int
     mtp_loss_weight: float = 1.0
     head_config: MTPHeadConfig
     head: nn.Module
-    whole_head: nn.Module
+    whole_head: nn.Module  # makes the distribution of the whole window
     hidden_layers: list[int]
     features: Callable[..., Tensor]
     policy: PreTrainedModel
@@ -206,12 +170,10 @@ class WindowHeadMixin(DepthLossMixin):
 
     @property
     def loss_options(self) -> HeadLossOptions:
-        """Options of the loss."""
         return self.head_config.loss_options
 
     @property
     def loss_normalization(self) -> str:
-        """What the loss is divided by."""
         return self.loss_options.normalization
 
     def add_context(self, count: int, rank: int = 64, transitions: bool = False) -> None:
@@ -221,10 +183,6 @@ class WindowHeadMixin(DepthLossMixin):
             count: How many tokens.
             rank: Rank of the biases.
             transitions: Transitions of an `"hmm"` read the last token, too.
-
-        Raises:
-            ValueError: The leaves read tokens already, or the count is 0.
-            StrictDataclassError: A count, family or window that cannot be.
         """
         add_tables(self.head, self.head_config, count, rank, transitions)
 
@@ -235,14 +193,9 @@ class WindowHeadMixin(DepthLossMixin):
     def distribution_after(
         self, features: Tensor, last: Tensor, length: int, parts: BackboneParts | None = None
     ) -> WindowDistribution:
-        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows.
-
-        `parts` are those of the backbone, where they are looked up already.
-        """
-        backbone = parts or self._parts()
-        return distribution_after(
-            self.whole_head, self.head_config, features, last, length, backbone, self.draft_vocabulary
-        )
+        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows."""
+        given = self.whole_head, self.head_config, features, last, length, parts or self._parts()
+        return distribution_after(*given, self.draft_vocabulary)
 
     def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
         """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
@@ -258,11 +211,7 @@ class WindowHeadMixin(DepthLossMixin):
         return DraftDistributions(draft, BackboneParts(self.policy).unembed, states[-1])
 
     def window_distribution(self, hidden_states: Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
-
-        Raises:
-            ValueError: Heads (or draft layers) that read more than one state; use `distribution`.
-        """
+        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D]."""
         config = self.head_config
         if set(self.hidden_layers) != {-1} or config.family.attends(config):
             raise ValueError(f"head_type={config.head_type!r} reads several states here: use distribution(input_ids)")
@@ -275,12 +224,9 @@ class WindowHeadMixin(DepthLossMixin):
         return scale
 
     def pooled_loss(self, sums: Tensor, counts: Tensor, first: float = 1.0) -> Tensor:
-        """Return the loss of the head on data in one batch, without `backbone_loss`, from sums per depth.
+        """Return the loss of the head, without `backbone_loss`, from sums of terms and targets per depth, [n] each.
 
-        Args:
-            sums: [n], summed terms in nats.
-            counts: [n], targets.
-            first: Weight of depth 1, 0 where the backbone learns it itself.
+        `first` is the weight of depth 1, 0 where the backbone learns it itself.
         """
         scale = self.loss_scale(first).to(sums)
         return (sums * scale * depth_weights(self.head_config, counts.to(sums))).sum()

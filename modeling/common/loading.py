@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
@@ -9,39 +10,41 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 
 from ... import __version__
 from ...generation.backbone.wrapped_models import fingerprint, holds_shares, untyped
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import check_stored, hub_options
-from .remote_code import RemoteCodeMixin, add_code, is_ours
+from .remote_code import add_code, is_ours, push
 
 LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)
 """Whether a checkpoint is being read: what it lacks is an error, and needs no values that take minutes to draw."""
-_DIVIDED = "distributed_config"
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
 
 
-class StrictLoadingMixin(RemoteCodeMixin):
+class StrictLoadingMixin:
     """`from_pretrained` that raises where transformers would warn, and directories that are saved whole or not at all.
 
-    To be placed before `PreTrainedModel` among the bases. A class that writes its tensors in its own way overrides
-    `_write_directory`, and names in `_optional_files` what it does not always write.
+    A class that writes its tensors in its own way overrides `_write_directory`, and names in `_optional_files` what it
+    does not always write.
+
+    Attributes:
+        remote_classes: By Auto class, the class of its module that code in a saved directory loads.
+        travels_when_pushed: Whether a push carries the code by default.
     """
 
+    remote_classes: Mapping[str, str] = {}
+    travels_when_pushed: bool = True
+    _config_file: str = CONFIG_NAME
     config_class: ClassVar[type[PreTrainedConfig]]
     _optional_files: tuple[str, ...] = ()
 
     @classmethod
     @reads_whole
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as `PreTrainedModel.from_pretrained` does.
-
-        Raises:
-            ValueError: A directory of another architecture, tensors that are missing or have another shape than the
-                config says, or a damaged safetensors file.
-        """
+        """Load a model as `PreTrainedModel.from_pretrained` does; another architecture or missing tensors raise."""
         if kwargs.get("weights_only") is False:
             raise ValueError("weights_only=False would run code that is in a file: leave it out")
         kwargs.pop("ignore_fields", None)  # in this library's layout no field is foreign
@@ -65,20 +68,13 @@ class StrictLoadingMixin(RemoteCodeMixin):
     def check_model_type(
         cls, name: str | PathLike | None, config: str | PathLike | PreTrainedConfig | None = None, **hub: Any
     ) -> None:
-        """Refuse a directory whose config.json names another architecture.
-
-        Args:
-            name: Directory or Hub repository; None loads nothing.
-            config: The argument `config`; where it is a configuration, the directory's own is not read.
-            **hub: `revision`, `token`, ...
-        """
+        """Refuse a directory or repository whose config.json, if `config` is none, names another architecture."""
         if name is None or isinstance(config, PreTrainedConfig):
             return
         actual = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
         expected = cls.config_class.model_type
         if actual not in (None, expected):
-            kind = stored_kinds().get(actual)
-            other = "" if kind is None else f"; load it with {kind.__name__}.from_pretrained"
+            other = f"; load it with {kind.__name__}.from_pretrained" if (kind := stored_kinds().get(actual)) else ""
             raise ValueError(f"{name}: model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}{other}")
 
     def save_pretrained(
@@ -105,11 +101,6 @@ class StrictLoadingMixin(RemoteCodeMixin):
                 `"bundle"`, its code, in a directory of its own; None, nothing. `"auto"` is None, but a model that was
                 itself loaded from such code saves it again.
             **kwargs: As for transformers' `save_pretrained`.
-
-        Raises:
-            ValueError: An unknown `remote_code`, or a class that it cannot be had for; a model of which this process
-                holds a part, without `state_dict`.
-            NotADirectoryError: `save_directory` is a file.
         """
         spread = kwargs.get("distributed_checkpoint", False)
         if state_dict is None and not spread and holds_shares(untyped(self)):
@@ -128,17 +119,43 @@ class StrictLoadingMixin(RemoteCodeMixin):
             config._auto_class = None
         for name in self._optional_files if spread and is_main_process else ():
             (target / name).unlink(missing_ok=True)
-        divided = None if spread else vars(config).pop(_DIVIDED, None)  # transformers would wait for all processes
+        divided = (
+            None if spread else vars(config).pop("distributed_config", None)
+        )  # transformers would wait for all processes
         try:
             with whole_directory(target, kwargs.get("variant"), self._optional_files, in_place=spread) as directory:
                 self._write_directory(directory, is_main_process, state_dict, **kwargs)
                 if is_main_process:
                     add_code(self, directory, remote_code)
         finally:
-            vars(config).update({} if divided is None else {_DIVIDED: divided})
+            vars(config).update({} if divided is None else {"distributed_config": divided})
         if push_to_hub and is_main_process:
             hub = {"repo_id": target.absolute().name, "remote_code": remote_code} | hub
             self.push_to_hub(**hub, **{key: kwargs[key] for key in ("token", "max_shard_size") if key in kwargs})
+
+    @classmethod
+    def register_for_auto_class(cls, *args: Any, **kwargs: Any) -> None:
+        """Register classes of users; ours save their code themselves, and Auto classes call this on what they load."""
+        if not is_ours(cls):
+            super().register_for_auto_class(*args, **kwargs)
+
+    def without_code(self) -> str | None:
+        """Return why no code can be saved with this model; None where it can."""
+        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
+
+    def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
+        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
+
+        Args:
+            repo_id: `"user/name"`; created if it does not exist.
+            remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
+                this library; heads and other drafters carry no code unless it is requested.
+            **kwargs: As for transformers' `push_to_hub`; `overwrite=True` replaces another model.
+
+        Returns:
+            The commit.
+        """
+        return push(self, super().push_to_hub, repo_id, remote_code, **kwargs)
 
     def _write_directory(
         self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
@@ -147,7 +164,7 @@ class StrictLoadingMixin(RemoteCodeMixin):
         super().save_pretrained(directory, is_main_process, state_dict, **kwargs)
 
 
-def stored_kinds() -> dict[str | None, Any]:
+def stored_kinds() -> dict[str | None, type[StrictLoadingMixin]]:
     """Return the classes of drafters that are saved without a backbone, by the model_type of their directories."""
     apart = (kind for kind in DRAFTERS.values() if kind.is_apart and issubclass(kind, StrictLoadingMixin))
     return {kind.config_class.model_type: kind for kind in apart}

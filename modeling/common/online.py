@@ -11,40 +11,85 @@ from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import logging
 
 from ...configuration.fields import check_values
 from ...generation.backbone.wrapped_models import is_unit, readable
 from ...generation.call.sequences import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
+from ..heads.losses import IGNORE, counted, depth_targets
 from .recording import OnlineBuffer, RecordingSession, collate
 
+logger = logging.get_logger(__name__)
 _MAX_NORM = 1.0
 
 
-class OnlineMixin:
-    """A drafter that can learn from what its own calls verified: its forward takes `cached_states`.
+class OwnLossMixin(nn.Module):
+    """A drafter with a loss of its own, with a term per token of its window; it can learn from what its calls verify.
+
+    Trainers of TRL do not ask for it: they pass `fused_lm_head=True`, and compute the loss of the next token.
 
     Attributes:
+        own_trainer: The trainer that trains it.
+        silent_part: Name of the part that the loss of others does not change; None: nothing learns from it.
+        learns_besides: Whether the caller adds the drafter's own loss to that one.
         learning_layers: The backbone's states that it learns from, as indices of `output_hidden_states`.
         attends: Whether drafts at a position depend on the states of all positions before it.
     """
 
+    own_trainer = "MTPSFTTrainer"
+    silent_part: str | None = None
+    learns_besides = False
+    loss_unit = "head"
+    loss_normalization: str = "tokens"
+    window: int
     learning_layers: list[int]
     attends: bool
     policy: PreTrainedModel
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; warn, or refuse where nothing learns, that a trainer computes a loss of its own."""
+        if kwargs.get("fused_lm_head") and not self.learns_besides:
+            learning = f"train {type(self).__name__} with {self.own_trainer}"
+            if self.silent_part is None:
+                raise RuntimeError(f"a drafter learns from its own loss alone: {learning}")
+            drafter: nn.Module = getattr(self, self.silent_part)
+            if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters()):
+                logger.warning_once(f"the loss of the next token leaves the drafter as it is: {learning}, or freeze it")
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def num_losses(self) -> int:
+        return self.window
+
+    @property
+    def counts_sequences(self) -> bool:
+        """Whether every sequence counts by itself, so that rows must not be joined."""
+        return self.loss_normalization == "paper"
+
+    def loss_counts(
+        self,
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the targets per depth of a batch, [n] int64; arguments as for `forward`."""
+        targets = depth_targets(labels, self.num_losses, attention_mask, position_ids, shift_labels)
+        return counted(targets != IGNORE, self.loss_normalization)
+
     @property
     def drafting_part(self) -> nn.Module:
         """The module that learns."""
-        return cast(nn.Module, self)
+        return self
 
     def check_policy(self) -> None:
         """Refuse a policy that has other sizes than the drafter."""
 
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss on sequences that calls have recorded (`collate`), from which the drafting part learns."""
-        return cast(nn.Module, self)(**batch).loss
+        """Return the loss on recorded sequences (`collate`), from which the drafting part learns."""
+        return self(**batch).loss
 
     def learn_while_decoding(self, every: int = 4096, budget: float = 0.1, **options: Any) -> OnlineLearner:
         """Learn from now on from what calls of `generate` with this drafter verify; outputs keep their distribution.
@@ -83,10 +128,6 @@ class OnlineLearner(Recorder):
         curve: An entry for each time that it learned: `updates` and `tokens` so far, and, since the last entry,
             `accepted` drafts per verification (None: there was none) and the last `loss`.
 
-    Raises:
-        TypeError: A drafter that does not learn, or not from states.
-        ValueError: A drafter that is frozen, or learns online already, or a number out of range.
-
     Example:
         >>> learner = OnlineLearner(head)
         >>> out = model.generate(**inputs, assistant_model=head, do_sample=True)
@@ -98,7 +139,7 @@ class OnlineLearner(Recorder):
 
     def __init__(
         self,
-        drafter: OnlineMixin,
+        drafter: OwnLossMixin,
         learning_rate: float = 1e-4,
         rows: int = 8,
         updates: int = 1,
@@ -107,7 +148,7 @@ class OnlineLearner(Recorder):
         every: int | None = None,
         budget: float = 0.1,
     ) -> None:
-        if not isinstance(drafter, OnlineMixin):
+        if getattr(drafter, "learning_layers", None) is None:
             raise TypeError(f"drafter: a {type(drafter).__name__} does not learn from a backbone's states")
         self.recorded = cast(BaseDrafter, drafter)
         if self.recorded.recorder is not None:
@@ -119,13 +160,11 @@ class OnlineLearner(Recorder):
         self.drafter, self.buffer = drafter, OnlineBuffer(capacity)
         self.generator = torch.Generator().manual_seed(seed)
         self.curve: list[dict[str, float | None]] = []
-        self.part = drafter.drafting_part
+        self.part, self.masters = drafter.drafting_part, list[Tensor]()
         self.parameters = [parameter for parameter in self.part.parameters() if parameter.requires_grad]
         self._check_learns()
-        self.masters: list[Tensor] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.tokens = self._learned_at = self.done_updates = 0
-        self._accepted = self._verified = 0
+        self.tokens = self._learned_at = self.done_updates = self._accepted = self._verified = 0
         self._decoding_seconds = self._learning_seconds = 0.0
         self.unfreeze()
 
@@ -162,14 +201,7 @@ class OnlineLearner(Recorder):
             warnings.warn(f"This {type(self.drafter).__name__} learns no more: {error}", UserWarning, stacklevel=2)
 
     def update(self) -> float | None:
-        """Learn from some of the stored sequences.
-
-        Returns:
-            The last loss; None where it is frozen or nothing is stored.
-
-        Raises:
-            ValueError: The backbone's vocabulary or width has changed, or parameters were frozen.
-        """
+        """Learn from some of the stored sequences, and return the last loss; None: frozen, or nothing is stored."""
         if self.is_frozen:
             return None
         self._check_learns()
@@ -194,8 +226,8 @@ class OnlineLearner(Recorder):
     def _check_learns(self) -> None:
         if not self.parameters or not all(parameter.requires_grad for parameter in self.parameters):
             raise ValueError(f"drafter: parameters of this {type(self.drafter).__name__} are frozen (requires_grad)")
-        policy, is_apart = self.drafter.policy, self.part is self.drafter
-        is_managed = is_fsdp_managed_module(policy) and not (is_apart and is_unit(policy))
+        policy = self.drafter.policy
+        is_managed = is_fsdp_managed_module(policy) and not (self.part is self.drafter and is_unit(policy))
         if is_managed or is_deepspeed_zero3_enabled():
             name = type(policy).__name__
             raise ValueError(f"drafter: it cannot learn while {name} is sharded so; with fsdp_version=2 one apart can")
@@ -204,11 +236,8 @@ class OnlineLearner(Recorder):
         """Take one step of the optimizer; None: no process has a sequence."""
         optimizer = self.prepare()
         sequences = self.buffer.sample(self.rows, self.generator)
-        gradients, loss = [torch.zeros_like(master) for master in self.masters], 0.0
-        if sequences:
-            gradients, loss = self._gradients(sequences)
-        averaged = self._averaged(gradients, loss, bool(sequences))
-        if averaged is None:
+        own = self._gradients(sequences) if sequences else ([torch.zeros_like(each) for each in self.masters], 0.0)
+        if (averaged := self._averaged(*own, bool(sequences))) is None:
             return None
         *gradients, mean = averaged
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -223,11 +252,8 @@ class OnlineLearner(Recorder):
 
     def _gradients(self, sequences: list[dict[str, Tensor]]) -> tuple[list[Tensor], float]:
         """Return the gradients of the drafter's parameters alone, in float32, and the loss."""
-        device, dtype = self.parameters[0].device, self.parameters[0].dtype
-        batch = {
-            name: column.to(device, dtype if column.is_floating_point() else None)
-            for name, column in collate(sequences).items()
-        }
+        like, columns = self.parameters[0], collate(sequences).items()
+        batch = {name: each.to(like.device, like.dtype if each.is_floating_point() else None) for name, each in columns}
         loss = self.drafter.learning_loss(batch)
         # not backward(): it would leave gradients on the policy, whose unembedding drafters read
         gradients = zip(torch.autograd.grad(loss, self.parameters, allow_unused=True), self.masters)

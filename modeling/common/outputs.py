@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import logging
 
 from ...configuration.heads import MTPHeadConfig
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
 class MTPOutput(CausalLMOutputWithPast):
-    """Output of a causal language model with multi-token heads.
+    """Output of a causal language model with multi-token heads; losses with labels only.
 
     Attributes:
-        loss: Scalar, discounted sum of the per-depth losses; with labels only.
+        loss: Scalar, discounted sum of the per-depth losses.
         logits: [B, L, V] of the ordinary next-token head ([B, L, N, V] with `return_all_pred_logits`); None where they
             were not requested in training.
-        past_key_values: The cache, where one is used.
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
-        head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
+        head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first.
             Medusa and Hydra heads in training mode have NaN at depth 1, the backbone's own, where it weighs nothing.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
             trains together with a head that also has a distribution of the first token; then a part of `loss`.
@@ -69,9 +65,8 @@ class EagleOutput(CausalLMOutputWithPast):
     """Output of an EAGLE head that is trained on its backbone.
 
     Attributes:
-        loss: Scalar; with labels only.
         logits: [B, 1, V] of the backbone's last position.
-        step_losses: [steps] detached, of each step of drafting; with labels only.
+        step_losses: [steps] detached, of each step of drafting.
         head_losses: [steps] detached, the mean terms that the loss is made of.
         acceptances: [steps] detached, mean probability that a token drawn at a step is accepted.
     """
@@ -86,7 +81,6 @@ class BlockOutput(CausalLMOutputWithPast):
     """Output of a block drafter that is trained on its backbone.
 
     Attributes:
-        loss: Scalar.
         logits: [B, 1, V] of the backbone's last position.
         terms: The parts of the loss by name, detached scalars, before their weights.
         head_losses: [m] detached, the mean of what the loss is made of, per place of a block.
@@ -102,8 +96,7 @@ class BlockOutput(CausalLMOutputWithPast):
 class PTPOutput(CausalLMOutputWithPast):
     """Output of a causal language model with auxiliary positions.
 
-    Attributes:
-        read: Result of the function `read` on the last hidden states; `logits` are None then.
+    `read` is the result of the function `read` on the last hidden states; `logits` are None then.
     """
 
     read: Any = None
@@ -112,18 +105,14 @@ class PTPOutput(CausalLMOutputWithPast):
 class DraftDistributions(NamedTuple):
     """Distributions of drafts of m tokens along known sequences, computed for N positions at a time.
 
-    The first drafted token is two tokens ahead of a position: the next one is the verifier's own.
-
-    Attributes:
-        draft: From rows [N], columns [N] and the tokens that follow [N, m + 1] to log-probabilities [N, m, V] of drafts
-            1 to m, given the true tokens before each.
-        target: From states of the backbone [..., d] to its logits [..., V].
-        states: [B, L, d], the backbone's last states.
+    The first drafted token is two tokens ahead of a position: the next one is the verifier's own. `draft` makes of rows
+    [N], columns [N] and the tokens that follow [N, m + 1] log-probabilities [N, m, V], given the true tokens before
+    each.
     """
 
     draft: Callable[[Tensor, Tensor, Tensor], Tensor]
-    target: Callable[[Tensor], Tensor]
-    states: Tensor
+    target: Callable[[Tensor], Tensor]  # from states of the backbone [..., d] to its logits [..., V]
+    states: Tensor  # [B, L, d], the backbone's last
 
 
 def stacked_steps(steps: list[Tensor], length: int) -> Tensor:
@@ -142,23 +131,20 @@ class TrainableDrafter(Protocol):
         config: Its configuration.
         loss_unit: Name of an entry of `head_losses` in the log: `loss_head_1`, or `loss_step_1`.
         num_losses: n, the number of entries.
+        head_config: Options of its heads; None: it has none.
     """
 
     config: PreTrainedConfig
     loss_unit: str
 
     @property
-    def head_config(self) -> MTPHeadConfig | None:
-        """Return the options of its heads; None: it has none."""
-        ...
+    def head_config(self) -> MTPHeadConfig | None: ...
+
+    @property
+    def num_losses(self) -> int: ...
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules that draft and do nothing else, by name."""
-        ...
-
-    @property
-    def num_losses(self) -> int:
-        """Return n."""
         ...
 
     def loss_counts(
@@ -174,41 +160,3 @@ class TrainableDrafter(Protocol):
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data of which only sums of terms and targets per depth are known, [n] each."""
         ...
-
-
-def refuse_loss_of_others(model: nn.Module, trainer: str = "MTPSFTTrainer") -> NoReturn:
-    """Refuse to be called with `fused_lm_head=True`: nothing in the model learns from a trainer's own loss."""
-    raise RuntimeError(f"{type(model).__name__} learns from its own loss alone: train it with {trainer}")
-
-
-class OwnLossMixin(nn.Module):
-    """A drafter that learns from its own loss alone, which trainers of TRL do not ask for.
-
-    They pass `fused_lm_head=True`, and compute the loss of the next token from the backbone's states.
-
-    Attributes:
-        own_trainer: The trainer that trains it.
-        silent_part: Name of the part that such a loss does not change; None: nothing learns from it.
-        learns_besides: Whether the caller adds the drafter's own loss to that one.
-    """
-
-    own_trainer = "MTPSFTTrainer"
-    silent_part: str | None = None
-    learns_besides = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`; warn, or refuse where nothing learns, that a trainer computes a loss of its own.
-
-        Raises:
-            RuntimeError: `fused_lm_head=True`, and nothing learns from that loss.
-        """
-        if kwargs.get("fused_lm_head") and not self.learns_besides:
-            if self.silent_part is None:
-                refuse_loss_of_others(self, self.own_trainer)
-            drafter: nn.Module = getattr(self, self.silent_part)
-            if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters()):
-                logger.warning_once(
-                    f"the drafter of {type(self).__name__} does not learn from the loss of the next token: train the "
-                    f"model with {self.own_trainer}, or freeze the drafter"
-                )
-        return super().__call__(*args, **kwargs)

@@ -1,7 +1,6 @@
 """Code that travels with what is saved, so that a directory loads where this library is not installed.
 
-In the package, `model_cards.bundle` flattens the code; a model that was itself loaded from such code saves the files
-next to this one. Knows no model, and imports no torch.
+`model_cards.bundle` flattens the code; a model that was loaded from such code saves the files next to this one.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import transformers
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME
 
 from ... import __version__
 from ...configuration.transformers_names import TESTED_VERSIONS
 from ...generation.tensors.saving import reads_whole, whole_directory
-
-logger = logging.get_logger(__name__)
 
 CODE_DIRECTORY = "tokenahead_code"
 """The directory of code in a saved one."""
@@ -28,7 +24,6 @@ TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this file came with a model."""
 REQUIREMENT = f"transformers>={TESTED_VERSIONS[0]},<5.{int(TESTED_VERSIONS[-1].removeprefix('5.')) + 1}"
 """For pip: the versions for which the code is written, which uses private methods of `generate`."""
-_CHOICES = ("auto", "bundle", None)
 _HANDED: dict[str, Callable[[], Any]] = {}
 _README = f"""Code of tokenahead {__version__} (Apache-2.0) that loads the directory above; `auto_map` there names it:
 
@@ -50,8 +45,8 @@ def handed(name: str) -> Any:
 
 def check_choice(remote_code: str | None) -> None:
     """Refuse an unknown `remote_code`."""
-    if remote_code not in _CHOICES:
-        raise ValueError(f"remote_code={remote_code!r}: choose {', '.join(map(repr, _CHOICES))}")
+    if remote_code not in ("auto", "bundle", None):
+        raise ValueError(f"remote_code={remote_code!r}: choose 'auto', 'bundle' or None")
 
 
 def is_ours(kind: type) -> bool:
@@ -62,8 +57,8 @@ def is_ours(kind: type) -> bool:
 
 def code_when_pushed(saved: Any, remote_code: str | None = "auto") -> str | None:
     """Return what `remote_code` means for a push: `"auto"` is the bundle for models, and no code for drafters."""
-    carries = saved.travels_when_pushed and is_ours(type(saved))
-    return "bundle" if remote_code == "auto" and carries else remote_code
+    carries = remote_code == "auto" and saved.travels_when_pushed and is_ours(type(saved))
+    return "bundle" if carries else remote_code
 
 
 def add_code(saved: Any, directory: Path, remote_code: str | None) -> None:
@@ -85,9 +80,9 @@ def add_code(saved: Any, directory: Path, remote_code: str | None) -> None:
 
 
 def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return `auto_map` as a field, and the files of a directory, by the choice of `save_pretrained`.
+    """Return `auto_map` as a field, and the files of a directory; both are empty for no code.
 
-    Both are empty for no code. `"auto"` is that where this library is installed; code that was loaded saves itself.
+    `"auto"` is that where this library is installed; code that was loaded saves itself.
     """
     check_choice(remote_code)
     reason = saved.without_code()
@@ -102,9 +97,8 @@ def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict
     auto_map: dict[str, Any] = {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}
     if saved._config_file != CONFIG_NAME:  # tokenizers have pairs, of a slow and a fast class
         auto_map = {name: (each, None) for name, each in auto_map.items()}
-    return {"auto_map": auto_map}, {
-        f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()
-    }
+    files = {f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()}
+    return {"auto_map": auto_map}, files
 
 
 @cache
@@ -117,58 +111,34 @@ def _files(kind: type) -> tuple[str, dict[str, str]]:
     return module.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
 
 
-class RemoteCodeMixin:
-    """What can be saved and pushed with the code that loads it elsewhere; to be placed before transformers' class.
+def push(saved: Any, plain: Callable[..., Any], repo_id: str, remote_code: str | None, **kwargs: Any) -> Any:
+    """Upload what a model or a tokenizer saves, with a card; by the `plain` method where the package is not there."""
+    check_choice(remote_code)
+    if TRAVELS:  # without the package there is no renderer of cards
+        return plain(repo_id, **kwargs)
+    return handed("push").push_to_hub(saved, None, None, repo_id, remote_code=remote_code, **kwargs)
 
-    Attributes:
-        remote_classes: By Auto class, the class of its module that it loads, `{"AutoModel": "MTPHeads"}`.
-        travels_when_pushed: Whether a push carries the code by default.
-    """
+
+class RemoteCodeTokenizerMixin:
+    """A tokenizer that is saved whole or not at all, and with its code on request."""
 
     remote_classes: Mapping[str, str] = {}
     travels_when_pushed: bool = True
-    _config_file: str = CONFIG_NAME
+    _config_file = "tokenizer_config.json"
 
     @classmethod
     def register_for_auto_class(cls, *args: Any, **kwargs: Any) -> None:
         """Register classes of users; ours save their code themselves, and Auto classes call this on what they load."""
         if not is_ours(cls):
-            super().register_for_auto_class(*args, **kwargs)
+            cast(Any, super()).register_for_auto_class(*args, **kwargs)
 
     def without_code(self) -> str | None:
         """Return why no code can be saved with this object; None where it can."""
         return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
 
-    def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
-        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
-
-        Args:
-            repo_id: `"user/name"`; created if it does not exist.
-            remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
-                this library; heads and other drafters carry no code unless it is requested.
-            **kwargs: As for transformers' `push_to_hub`; `overwrite=True` replaces another model.
-
-        Returns:
-            The commit.
-
-        Raises:
-            ValueError: A repository that holds another model: nothing is changed there.
-        """
-        check_choice(remote_code)
-        if TRAVELS:  # without the package there is no renderer of cards
-            return super().push_to_hub(repo_id, **kwargs)
-        return handed("push").push_to_hub(self, None, None, repo_id, remote_code=remote_code, **kwargs)
-
-
-class RemoteCodeTokenizerMixin(RemoteCodeMixin):
-    """`save_pretrained` of a tokenizer: whole or not at all, and with its code on request."""
-
-    _config_file = "tokenizer_config.json"
-
     @classmethod
     @reads_whole
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Load as every tokenizer of transformers does."""
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(
@@ -179,10 +149,7 @@ class RemoteCodeTokenizerMixin(RemoteCodeMixin):
         remote_code: str | None = "auto",
         **kwargs: Any,
     ) -> tuple[str, ...]:
-        """Save as every tokenizer of transformers does, and return the names of the files.
-
-        `remote_code` is as for `save_pretrained` of a model; other arguments are those of transformers.
-        """
+        """Save as every tokenizer does; `remote_code` is as for `save_pretrained` of a model."""
         target = Path(save_directory)
         with whole_directory(target) as directory:
             names = super().save_pretrained(directory, *args, **kwargs)
@@ -192,9 +159,6 @@ class RemoteCodeTokenizerMixin(RemoteCodeMixin):
             self.push_to_hub(kwargs.get("repo_id", target.absolute().name), remote_code=remote_code, **options)
         return tuple(str(target / Path(name).relative_to(directory)) for name in names)
 
-
-if TRAVELS and not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):
-    logger.warning(
-        f"the code of this model (tokenahead {__version__}) needs {REQUIREMENT}, and {transformers.__version__} is "
-        "installed: if it fails, install that, or tokenahead, which is then used in its place"
-    )
+    def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
+        """Upload as `push_to_hub` of a model does."""
+        return push(self, cast(Any, super()).push_to_hub, repo_id, remote_code, **kwargs)

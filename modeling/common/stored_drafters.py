@@ -27,13 +27,7 @@ _WITHOUT_CONFIG = ["params.json", "consolidated*.pth", "config.yaml", "model@*.p
 
 @reads_whole
 def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Any] | None:
-    """Return the class of the drafter in a directory or a Hub repository; None where there is none.
-
-    Args:
-        name: In this library's layout, or in one that `MTPHeads.from_official`, `EagleHead.from_pretrained` or
-            `BlockDrafter.from_pretrained` reads.
-        **hub: `revision`, `token`, ...
-    """
+    """Return the class of the drafter in a directory or a Hub repository, in any layout; None where there is none."""
     fields = _fields(name, **hub)
     if (own := stored_kinds().get(fields.get("model_type"))) is not None:
         return own
@@ -52,8 +46,8 @@ def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Any] | None:
 def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
     """Return whether there is a drafter, and not also the model that it drafts for."""
     kind, fields = drafter_class(name, **hub), _fields(name, **hub)
-    is_own = fields.get("model_type") in stored_kinds()
-    return kind is not None and (is_own or kind in (BlockDrafter, EagleHead) or not holds_backbone(Path(name), fields))
+    is_alone = kind is not MTPHeads or fields.get("model_type") in stored_kinds()
+    return kind is not None and (is_alone or not holds_backbone(Path(name), fields))
 
 
 @reads_whole
@@ -67,28 +61,21 @@ def read_drafter(
         dtype: Of its weights; None or `"auto"`: the stored one.
         backbone: The model that it drafts for, whose layers published heads with draft layers run; left out, its
             configuration is read by the name that they record.
-        **options: Of `from_pretrained` (`revision`, ...; for an EAGLE head `aux_layers`, for a block drafter
-            `feature_layers`), or of `from_official`; `ignore_fields` of any. They stand in `read_with` of the drafter.
-
-    Raises:
-        ValueError: No drafter, or what its class refuses.
+        **options: Of `from_pretrained` or, for published heads, of `from_official`. They stand in `read_with` of the
+            drafter.
     """
-    drafter = _read(name, dtype, backbone, **options)
-    drafter.read_with = options
-    return drafter
-
-
-def _read(name: str | PathLike[str], dtype: Any, backbone: PreTrainedModel | None, **options: Any) -> Any:
     hub = hub_options(options)
     kind = drafter_class(name, **hub)
     if kind is None:
         raise ValueError(f"{name}: no drafter (heads, an EAGLE head, a block drafter, a student) in a known layout")
-    if kind is not MTPHeads or _fields(name, **hub).get("model_type") in stored_kinds():
-        return kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
-    directory = _local(name, _FILES + _WITHOUT_CONFIG, **hub)
-    options = {key: value for key, value in options.items() if key not in hub}
-    heads = MTPHeads.from_official(directory, backbone, **options).detach()
-    return heads if dtype in (None, "auto") else heads.to(dtype)
+    if kind is MTPHeads and _fields(name, **hub).get("model_type") not in stored_kinds():
+        own = {key: value for key, value in options.items() if key not in hub}
+        drafter: Any = kind.from_official(_local(name, _FILES + _WITHOUT_CONFIG, **hub), backbone, **own).detach()
+        drafter = drafter if dtype in (None, "auto") else drafter.to(dtype)
+    else:
+        drafter = kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
+    drafter.read_with = options
+    return drafter
 
 
 def _local(name: str | PathLike[str], patterns: list[str], **hub: Any) -> Path:

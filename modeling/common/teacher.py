@@ -1,26 +1,21 @@
 """What heads learn from depth 2 on: the backbone's own distributions, or the drafts that block verification accepts.
 
-The backbone's distribution of x_{t+j} is that of its state at t + j - 1, so it costs no further forward. Divergences
-between the drafter's distribution q and the verifier's p are computed from log-probabilities, and are finite and
-differentiable where q is. The acceptance of a drafted token is alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023),
-so total variation is 1 - alpha, and LK is -log alpha.
+The backbone's distribution of x_{t+j} is that of its state at t + j - 1, so it costs no further forward. The acceptance
+of a drafted token is alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023), p the verifier's distribution and q the
+drafter's, so total variation is 1 - alpha, and LK is -log alpha.
 
-The loss "block" is the acceptance of block verification. Along a sequence x drawn from p, a cycle that begins with x_t
-accepts at least k drafts with the probability m_k(t) = min over j <= k of min(1, Q_j / P_j), Q and P the products of q
-and p over the drafts' tokens (`training.evaluation.drafts`). The loss is - sum_k m_k, averaged over positions. It
-reads log p of the sequence's own tokens alone, which must be the verifier's, drawn at temperature 1 from its whole
-distribution.
-
-Cycles begin more often where drafts are rejected. The expected number of calls W = sum_t w_t, with C(t) the calls left
-at t, has the derivative dW / dm_k(t) = - w_t (C(t+k) - C(t+k+1)), so that with these weights of m_k, without gradient,
-the loss is the number of calls (`position_weighting="expected_calls"`).
+The loss "block" is the acceptance of block verification. Along a sequence x drawn from p (the whole of it), a cycle
+that begins with x_t accepts at least k drafts with the probability m_k(t) = min over j <= k of min(1, Q_j / P_j), Q and
+P the products of q and p over the drafts' tokens. The loss is - sum_k m_k, averaged over positions. Cycles begin more
+often where drafts are rejected. The expected number of calls W = sum_t w_t, with C(t) the calls left at t, has the
+derivative dW / dm_k(t) = - w_t (C(t+k) - C(t+k+1)), so that with these weights of m_k, without gradient, the loss is
+the number of calls (`position_weighting="expected_calls"`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +35,8 @@ _KL_SCALE, _KL_DECAY = 1.0, 3.0
 class Teacher:
     """What a head learns from depth 2 on.
 
-    Attributes:
-        options: Options of the head's loss.
-        backbone: The teacher's unembedding.
-        arguments: Per position, states of the next n - 1 positions [B, L, (n - 1) d], and logsumexp of their logits
-            over all tokens, [B, L, n - 1], where that over the columns differs.
+    `arguments` are, per position, states of the next n - 1 positions [B, L, (n - 1) d], and logsumexp of their logits
+    over all tokens, [B, L, n - 1], where that over the columns differs.
     """
 
     options: LossOptions
@@ -80,8 +72,7 @@ class Teacher:
     ) -> tuple[Tensor, Tensor]:
         """Return the terms and acceptances of some positions, [N, n] each; at depth 1 the likelihood, and 0.
 
-        `tokens` are [N, n] int64; `inputs` are chunks of `arguments`. Of a distribution without depth 1, given its
-        token, both are [N, n - 1].
+        `tokens` are [N, n] int64, `inputs` chunks of `arguments`. Without depth 1 both are [N, n - 1].
         """
         tokens, depths = tokens[..., -distribution.window :], tokens.shape[-1] - 1
         log_probs = distribution.conditional_log_probs(tokens)  # [N, n or n - 1, v]
@@ -101,10 +92,7 @@ class Teacher:
 def of_logits(
     backbone: BackboneParts, states: Tensor, where: Tensor, read: Callable[..., Tensor], *arguments: Tensor
 ) -> Tensor:
-    """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time.
-
-    Positions that are not in `where` [B, L] bool have no logits, and 0 in the result.
-    """
+    """Return what `read` makes of logits at states [B, L, d] and of arguments [B, L, ..]; 0 if not `where`."""
     rows = where.flatten().nonzero()[:, 0].to(states.device)  # [N]
     flat = [values.flatten(0, 1)[rows] for values in (states, *arguments)]  # [N, ...]
     size = max(1, LOGITS_PER_CHUNK // backbone.unembed(states[:1, 0]).shape[-1])
@@ -115,10 +103,9 @@ def of_logits(
 
 
 def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> Tensor:
-    """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2].
+    """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2]; 0 if not `where`.
 
-    That is their logsumexp, and the id of the most likely token (exact up to 2^24), in float32 at least. Positions that
-    are not in `where` [B, L] bool have 0.
+    That is their logsumexp, and the id of the most likely token (exact up to 2^24), in float32 at least.
     """
 
     def read(logits: Tensor) -> Tensor:
@@ -140,14 +127,9 @@ def teacher_inputs(scored: Tensor) -> Tensor:
 
 
 def teacher_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (1 - share) D(p, q) - share log q(label), and the detached acceptance, [...] each.
+    """Return (1 - share) D(p, q) - share log q(label), and the detached acceptance, [...] each; see `divergence`.
 
-    Args:
-        kind: See `divergence`.
-        share: Of the labels' likelihood, 0 to 1; at 0 that is not read.
-        log_p: [..., v], normalised.
-        log_q: [..., v], normalised.
-        likelihood: log q(label), [...].
+    `likelihood` [...] is log q(label), which is not read where its `share` is 0.
     """
     distance = divergence(kind, log_p, log_q)
     mixed = distance if share == 0 else (1 - share) * distance - share * likelihood
@@ -155,19 +137,10 @@ def teacher_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelih
 
 
 def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return how far q is from p, in nats (total variation: a probability).
+    """Return how far q is from p, [...] in nats (total variation: a probability), from normalised logarithms [..., v].
 
-    Args:
-        kind: One of `DIVERGENCES`. `"lk_kl"` is -log alpha + exp(-3 alpha) KL(p || q), with alpha of the same
-            position and detached: KL leads where q is still far from p.
-        log_p: [..., v], normalised.
-        log_q: [..., v], normalised; may be -inf where p is 0.
-
-    Returns:
-        [...].
-
-    Raises:
-        ValueError: Another kind.
+    Of `DIVERGENCES`, `"lk_kl"` is -log alpha + exp(-3 alpha) KL(p || q), with alpha of the same position and detached:
+    KL leads where q is still far from p. `log_q` may be -inf where p is 0.
     """
     if kind not in DIVERGENCES:
         raise ValueError(f"divergence={kind!r} is none of {DIVERGENCES}")
@@ -201,10 +174,8 @@ def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 def accepted_along(log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
     """Return m_k, the probability that block verification accepts at least k drafts of a sequence, for k = 1 .. m.
 
-    Args:
-        log_q: [..., m], of the sequence's tokens after a cycle's first one, each given those before it.
-        log_p: [..., m], the verifier's.
-        drafted: [..., m] bool, False where the sequence ends or a token is never drafted; from there on m_k is 0.
+    `log_q` and `log_p` [..., m] are of the sequence's tokens after a cycle's first one; `drafted` [..., m] is False
+    where the sequence ends or a token is never drafted: from there on m_k is 0.
     """
     ratios = torch.where(drafted, log_q - log_p, 0.0)  # [..., m]
     accepted = ratios.cumsum(-1).cummin(-1).values.clamp(max=0).exp()  # the least of Q_j / P_j so far, and 1
@@ -214,9 +185,8 @@ def accepted_along(log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
 def cycle_starts(accepted: Tensor, eligible: Tensor) -> Tensor:
     """Return w, the probability that a cycle begins at each position, [B, L] float64.
 
-    Args:
-        accepted: [B, L, m], m_k of the drafts at each position; 0 where they would reach beyond the sequence.
-        eligible: [B, L] bool, True where a cycle may begin; every run of True is a sequence.
+    `accepted` [B, L, m] are m_k of the drafts at each position, 0 where they reach beyond the sequence; `eligible`
+    [B, L] says where a cycle may begin: every run of True is a sequence.
     """
     jumps = _jumps(accepted, eligible)
     length, reach = jumps.shape[1:]
@@ -254,10 +224,7 @@ def position_weights(kind: str, accepted: Tensor, eligible: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tensor) -> Tensor:
-    """Return log p of the token `following` [B, L] each state [B, L, d], given all tokens before: [B, L] float32.
-
-    Where `following` is negative there is none: 0.
-    """
+    """Return log p of the token `following` [B, L] each state [B, L, d], [B, L] float32; of a negative one 0."""
 
     def read(logits: Tensor, ids: Tensor) -> Tensor:
         return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)  # [N]
@@ -267,30 +234,31 @@ def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tenso
 
 
 def block_terms(
-    log_q: Tensor, log_p: Tensor, drafted: Tensor, eligible: Tensor, kind: str = "uniform", label_weight: float = 0.0
+    log_q: Tensor, log_p: Tensor, drafted: Tensor, weights: Tensor, label_weight: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the terms of all depths of whole sequences, and m_k, [B, L, m] each.
+    """Return the terms of all depths, and m_k (`accepted_along`), times `weights` [..., m], [..., m] each.
 
-    For `log_q`, `log_p` and `drafted`, [B, L, m], see `accepted_along`, for `eligible` [B, L] `cycle_starts`; `kind` is
-    one of `POSITION_WEIGHTINGS`, and `label_weight` the share of the likelihood of drafted tokens that is mixed in.
+    `label_weight` is the share of the likelihood of drafted tokens that is mixed in.
     """
-    drafted = drafted & eligible[..., None]  # [B, L, m]
     accepted = accepted_along(log_q, log_p, drafted)
-    terms = -(1 - label_weight) * position_weights(kind, accepted.detach(), eligible) * accepted
+    terms = -(1 - label_weight) * weights * accepted
     if label_weight:
         terms = terms - label_weight * torch.where(drafted, log_q, 0.0)
     return terms, accepted.detach()
 
 
-def block_slopes(log_q: Tensor, *given: Any) -> Tensor:
-    """Return the terms of `block_terms`, their slopes in `log_q` [B, L, m], and m_k, [B, L, m, 3], without gradients.
+def block_slopes(
+    log_q: Tensor, log_p: Tensor, drafted: Tensor, eligible: Tensor, kind: str, label_weight: float
+) -> Tensor:
+    """Return the terms of whole sequences, their slopes in `log_q` [B, L, m], and m_k, [B, L, m, 3], without gradients.
 
-    A term depends on all depths before its own, whose logits exist one chunk at a time: with log q of the targets
-    known, the loss is linear in it.
+    A term depends on depths before its own, whose logits exist one chunk at a time: with them the loss is linear. See
+    `cycle_starts`; `kind` is one of `POSITION_WEIGHTINGS`.
     """
+    log_q, drafted = log_q.detach(), drafted & eligible[..., None]  # [B, L, m]
+    weights = position_weights(kind, accepted_along(log_q, log_p, drafted), eligible)
     with torch.enable_grad():
-        log_q = log_q.detach().requires_grad_()
-        terms, accepted = block_terms(log_q, *given)
+        terms, accepted = block_terms(log_q.requires_grad_(), log_p, drafted, weights, label_weight)
         (slopes,) = torch.autograd.grad(terms.sum(), log_q)
     return torch.stack([terms.detach(), slopes, accepted], -1)
 
@@ -299,10 +267,7 @@ def block_slopes(log_q: Tensor, *given: Any) -> Tensor:
 class BlockTarget:
     """What heads learn from depth 2 on, in place of a `Teacher`.
 
-    Attributes:
-        label_weight: Share of the labels' likelihood that is mixed in.
-        arguments: Per position, log p of the drafts' tokens, whether they are drafted, and the weights, [B, L, n - 1]
-            each.
+    `arguments` are log p of the drafts' tokens, whether they are drafted, and weights, [B, L, n - 1] each.
     """
 
     label_weight: float
@@ -318,10 +283,9 @@ class BlockTarget:
         scored: Tensor,
         drafted: Tensor,
     ) -> BlockTarget:
-        """Return the target of a batch, with all positions weighed alike.
+        """Return the target of a batch, with all positions weighed alike, from the verifier's last states [B, L, d].
 
-        `last_states` [B, L, d] are those of the verifier, `tokens` [B, L, n] the window after every position, `scored`
-        [B, L, n] says where something is scored, and `drafted` where such a token may also be drafted.
+        `tokens` [B, L, n] is the window after every position; `drafted` says where a scored token may also be drafted.
         """
         if last_states is None or backbone is None:
             raise ValueError("divergence='block' needs the backbone's last hidden states, not None")
@@ -336,13 +300,10 @@ class BlockTarget:
     ) -> tuple[Tensor, Tensor]:
         """Return the terms and m_k of some positions, [N, n] each; see `Teacher.terms`."""
         log_p, drafted, weights = inputs
-        log_q, share = distribution.token_log_probs(tokens[..., -distribution.window :]), self.label_weight
+        log_q = distribution.token_log_probs(tokens[..., -distribution.window :])
         first, log_q = log_q.tensor_split([log_q.shape[-1] - drafted.shape[-1]], -1)  # [N, 1 or 0], [N, n - 1]
-        accepted = accepted_along(log_q, log_p.to(log_q.dtype), drafted)  # [N, n - 1]
-        terms = -(1 - share) * weights.to(log_q.dtype) * accepted
-        if share:
-            terms = terms - share * torch.where(drafted, log_q, 0.0)
-        return torch.cat([-first, terms], -1), pad(accepted.detach(), (first.shape[-1], 0))
+        terms, accepted = block_terms(log_q, log_p.to(log_q), drafted, weights.to(log_q), self.label_weight)
+        return torch.cat([-first, terms], -1), pad(accepted, (first.shape[-1], 0))
 
     def weigh_by_calls(self, accepted: Tensor) -> None:
         """Weigh positions by the calls that a rejection there costs, from m_k at all of them, [B, L, n - 1]."""

@@ -35,10 +35,10 @@ from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import check_stored, hub_options
 from ..common.backbone_parts import output_embeddings, text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
-from ..common.online import OnlineMixin
-from ..common.outputs import DeepSeekMTPOutput, DraftDistributions, MTPOutput, OwnLossMixin, stacked_steps
+from ..common.online import OwnLossMixin
+from ..common.outputs import DeepSeekMTPOutput, DraftDistributions, MTPOutput, stacked_steps
 from ..common.recording import STATES
-from ..heads.losses import DepthLossMixin, counts_of_update, depth_targets
+from ..heads.losses import counts_of_update, depth_targets
 from .conversion import (
     OfficialCheckpointModel,
     build,
@@ -60,14 +60,7 @@ _NO_PREDICTIONS = [
 
 
 class DeepSeekMTP(
-    OwnLossMixin,
-    DepthLossMixin,
-    OnlineMixin,
-    WrapperMixin,
-    OfficialCheckpointModel,
-    PicklableMixin,
-    MTPGenerationMixin,
-    PreTrainedModel,
+    OwnLossMixin, WrapperMixin, OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel
 ):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
@@ -357,7 +350,7 @@ class DeepSeekMTP(
 
     @property
     def drafting_part(self) -> nn.Module:
-        """See `OnlineMixin`; the modules."""
+        """See `OwnLossMixin`; the modules."""
         if not self.num_modules or has_towers(self.main.config):
             kind = self.main.config.model_type
             raise ValueError(
@@ -367,7 +360,7 @@ class DeepSeekMTP(
         return self.mtp
 
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """See `OnlineMixin`; no gradient reaches the main model."""
+        """See `OwnLossMixin`; no gradient reaches the main model."""
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
         state = batch[STATES][:, :, 0]  # [B, L, H]
         with torch.no_grad():

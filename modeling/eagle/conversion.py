@@ -1,12 +1,12 @@
 """Configurations of EAGLE heads: of new ones for a backbone, and of checkpoints of other libraries, read and written.
 
-A layout is data: the names of its architectures, and the fields of its config.json. Fields that a config lacks are read
-off the tensors; unknown and contradictory values are refused. Imports no network.
+A layout is data. Fields that a config.json lacks are read off the tensors; unknown and contradictory ones are refused.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.foreign_fields import (
@@ -29,6 +28,7 @@ from ...configuration.foreign_fields import (
     refuse_unread,
     settled,
     speculators_table,
+    stated,
 )
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
@@ -42,10 +42,8 @@ from ..common.drafter_configs import (
     with_prefixes,
 )
 
-logger = logging.get_logger(__name__)
 _DEFAULT_LAYERS = 7
 """With fewer layers, the default choice of hidden states would repeat one."""
-_OFFICIAL_THETA = 10_000.0
 
 
 def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
@@ -73,24 +71,11 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
     return new_config(EagleHeadConfig, "EagleHead", backbone, options, own)
 
 
-def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
-    """Warn of states that nobody named, which may let fewer drafts be accepted."""
-    if config.num_aux and config.aux_layers is None and config.layout != "tokenahead":
-        layers = default_aux_layers(backbone.config.get_text_config().num_hidden_layers)
-        logger.warning_once(
-            f"{config.name_or_path or 'This EAGLE head'} does not name the hidden states that it reads: taken are "
-            f"aux_layers={layers}, as in the official code; if it learned from others, few drafts are accepted: pass "
-            "aux_layers= to from_pretrained"
-        )
-
-
 def _small_aux_layers(num_layers: int) -> list[int]:
     """Return the default choice for a small backbone, three different states where it has three."""
     last = max(num_layers - 1, 1)
-    wanted = sorted(min(max(index, 1), last) for index in (2, num_layers // 2, num_layers - 3))
-    if last < len(wanted):
-        return wanted
-    for index in range(1, len(wanted)):
+    wanted = sorted(min(max(index, 1), last) for index in default_aux_layers(num_layers))
+    for index in range(1, len(wanted) if last >= len(wanted) else 0):
         wanted[index] = max(wanted[index], wanted[index - 1] + 1)
     return wanted
 
@@ -136,31 +121,27 @@ class EagleLayout:
     counts_layers: bool = True  # `num_hidden_layers` is the head's, and not the target's
 
 
-def _named(layout: str, top: Collection[str] = ()) -> FieldTable:
-    """Return the table of a layout that knows more fields than the official one."""
-    return replace(_PLAIN, layout=layout, known={**_PLAIN.known, "": {*INFORMATION, *top}})
-
-
 SPECULATORS = EagleLayout(
     names("Eagle3DraftModel Eagle3Speculator"),
     speculators_table(_HEAD_FIELDS, LAYER_FIELDS, _TRAINED_BY_MODEL_OPTIMIZER),
     "speculators",
 )
 _OF_TARGETS = COPIED_FROM_TARGET - ROPE_OF_TARGET | names("resid_pdrop embd_pdrop")
+_NEMO = replace(_PLAIN, layout="nemo", known={**_PLAIN.known, "": INFORMATION | _OF_TARGETS})
+_PEAGLE = replace(_PLAIN, layout="specforge (P-EAGLE)")
 _DEEPSPEC = EagleLayout(names("Qwen3Eagle3Model"), _PLAIN.with_copies(False), "tokenahead", states_theta=True)
 _OFFICIAL = "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM MixtralForCausalLM"
 _OF_VLLM = (
     "EagleLlamaForCausalLM LlamaForCausalLMEagle Eagle3LlamaForCausalLM PeagleLlamaForCausalLM "
     "Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM"
 )
-_NEMO = names("LlamaEagle3DraftModel")
 LAYOUTS = (
     EagleLayout(names(_OFFICIAL), _PLAIN, "official"),
-    EagleLayout(names("LlamaForCausalLMEagle3"), _named("specforge"), "specforge"),
-    EagleLayout(names("PEagleDraftModel"), _named("specforge (P-EAGLE)"), "vllm", states_theta=True, scales_rope=False),
-    EagleLayout(names(_OF_VLLM), _named("vllm"), "official"),
+    EagleLayout(names("LlamaForCausalLMEagle3"), replace(_PLAIN, layout="specforge"), "specforge"),
+    EagleLayout(names("PEagleDraftModel"), _PEAGLE, "vllm", states_theta=True, scales_rope=False),
+    EagleLayout(names(_OF_VLLM), replace(_PLAIN, layout="vllm"), "official"),
     _DEEPSPEC,
-    EagleLayout(_NEMO, _named("nemo", _OF_TARGETS), "vllm", states_theta=True, counts_layers=False),
+    EagleLayout(names("LlamaEagle3DraftModel"), _NEMO, "vllm", states_theta=True, counts_layers=False),
     SPECULATORS,
 )
 
@@ -185,9 +166,10 @@ _RENAMES = (
 _ADDITIONAL = re.compile(r"^additional_layers\.(\d+)\.(.*)")
 _HEAD = re.compile(r"\w*eagle3?\w*", re.IGNORECASE)
 """Names of heads of any layout, but for the official ones, which are those of models."""
-_TAKEN = LAYER_FIELDS | names("draft_vocab_size target_hidden_size bos_token_id eos_token_id pad_token_id dtype")
-_TAKEN |= names("attention_dropout initializer_range loss_options")
-_TAKEN -= names("num_hidden_layers rope_theta layer_types sliding_window use_sliding_window")
+_TAKEN = LAYER_FIELDS - names("num_hidden_layers rope_theta layer_types sliding_window use_sliding_window") | names(
+    "draft_vocab_size target_hidden_size bos_token_id eos_token_id pad_token_id dtype attention_dropout "
+    "initializer_range loss_options"
+)
 
 
 def own_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -206,14 +188,13 @@ def own_name(name: str) -> str:
 
 def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
     """Return whether a checkpoint of another library is an EAGLE head, by its config.json and its tensors' names."""
-    nested = raw.get("eagle_config")
     is_named = any(map(_HEAD.fullmatch, architectures(raw)))
-    if is_named or AUX_IDS in raw or (isinstance(nested, dict) and AUX_IDS in nested):
+    if is_named or AUX_IDS in raw or stated(raw, f"eagle_config.{AUX_IDS}") or "speculators_model_type" in raw:
         return True
-    own, last_norm = set(map(own_name, names)), "norm.weight"
-    is_first = {"layers.0.self_attn.q_proj.weight", "fc.weight"} <= own and last_norm not in own
+    own = set(map(own_name, names))
+    is_first = {"layers.0.self_attn.q_proj.weight", "fc.weight"} <= own and "norm.weight" not in own
     drafts_part = "draft_vocab_size" in raw and not own.isdisjoint(("d2t", "t2d"))
-    return "speculators_model_type" in raw or "layers.0.hidden_norm.weight" in own or is_first or drafts_part
+    return "layers.0.hidden_norm.weight" in own or is_first or drafts_part
 
 
 def foreign_head(
@@ -229,21 +210,24 @@ def foreign_head(
     version, layout = _version(name, raw, shapes), layout_of(name, raw)
     refuse_unread(name, raw, layout.table, ignored)
     layers = raw | next((raw[nested] for nested in NESTED if isinstance(raw.get(nested), dict)), {})
-    stated = {key: layers[key] for key in _TAKEN if layers.get(key) is not None}
-    stated |= verifier_fields((raw.get("speculators_config") or {}).get("verifier") or {})
-    if "hidden_size" not in stated:
+    said = {key: layers[key] for key in _TAKEN if layers.get(key) is not None}
+    said |= verifier_fields(stated(raw, "speculators_config.verifier") or {})
+    if "hidden_size" not in said:
         raise ValueError(f"{name}: config.json has no hidden_size")
-    stated.setdefault("dtype", layers.get("torch_dtype"))
+    said.setdefault("dtype", layers.get("torch_dtype"))
     flags = {key: agreed(name, raw, key, f"eagle_config.{key}") for key in FLAGS}
-    shown = _sizes(name, stated, shapes, version) | _read_off(name, shapes, version)
-    for key, value in (shown | _implied(stated, shapes, version)).items():
+    shown = _sizes(name, said, shapes, version) | _read_off(name, shapes, version)
+    for key, value in (shown | _implied(said, shapes, version)).items():
         if key != "num_hidden_layers" or (counts_layers and layout.counts_layers):
             settled(name, key, (layers | flags).get(key), value)
     kinds, window = layers.get("layer_types"), layers.get("sliding_window")
     others = {*(kinds or ())[: shown["num_hidden_layers"]]} - {"full_attention"}
     if others or (not kinds and window is not None and layers.get("use_sliding_window")):
         raise ValueError(f"{name}: layer_types={kinds} with sliding_window={window}: heads attend to all rows here")
-    values: Fields = shown | stated | {"rope_parameters": _rope(name, layers, layout)}
+    rope = rope_of(name, layers, None if layout.states_theta else 10_000.0)  # which official configs do not say
+    if (kind := rope["rope_type"]) != "default" and not layout.scales_rope:
+        raise ValueError(f"{name}: rope_type={kind!r}: the code that trained it ({layout.table.layout}) drops it")
+    values: Fields = shown | said | {"rope_parameters": rope}
     values |= {key: flag for key, flag in flags.items() if flag is not None and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
     values["mask_token_id"] = _mask_token(name, raw, "mask_hidden" in shapes, overrides.get("mask_token_id"))
@@ -267,20 +251,15 @@ def foreign_head(
 
 def _mask_token(name: object, raw: Fields, is_parallel: bool, given: int | None) -> int | None:
     """Return the token of P-EAGLE's rows, by the names that vLLM reads; None for other heads."""
-    token = agreed(name, raw, *MASK_TOKENS, meanings=dict.fromkeys(MASK_TOKENS, int))
-    token = token if given is None else given
-    says = raw.get("parallel_drafting")
-    is_named = any(kind.lower().startswith("peagle") for kind in architectures(raw))
+    token = agreed(name, raw, *MASK_TOKENS, meanings=dict.fromkeys(MASK_TOKENS, int)) if given is None else given
+    says, kinds = raw.get("parallel_drafting"), architectures(raw)
     if is_parallel and token is None:
-        raise ValueError(
-            f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}: SpecForge does not "
-            "save this option of a run; pass mask_token_id="
-        )
+        raise ValueError(f"{name}: mask_hidden without {', '.join(MASK_TOKENS)} in config.json; pass mask_token_id=")
+    is_named = any(kind.lower().startswith("peagle") for kind in kinds)
     if (says is False) if is_parallel else (token is not None or says or is_named):
-        raise ValueError(
-            f"{name}: mask_token_id={token}, parallel_drafting={says}, architectures={architectures(raw)}: rows run at "
-            f"once where there is mask_hidden, which its tensors {'have' if is_parallel else 'lack'}"
-        )
+        shown = "have" if is_parallel else "lack"
+        claims = f"mask_token_id={token}, parallel_drafting={says}, architectures={kinds}"
+        raise ValueError(f"{name}: {claims}, but its tensors {shown} mask_hidden")
     return token
 
 
@@ -296,45 +275,34 @@ def _version(name: object, raw: Fields, shapes: dict[str, tuple[int, ...]]) -> i
     return 1
 
 
-def _implied(stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
+def _implied(said: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return fields that other libraries write of what the shapes show, and this one does not have."""
     fc = shapes.get("fc.weight")
     if version == 1:
         return {"bias": "fc.bias" in shapes} | dict.fromkeys(FLAGS[:-1], False)
-    count = fc[-1] // (stated.get("target_hidden_size") or stated["hidden_size"]) if fc else 0
+    count = fc[-1] // (said.get("target_hidden_size") or said["hidden_size"]) if fc else 0
     return {"use_aux_hidden_state": fc is not None, "num_aux_hidden_states": count, "num_aux_layers": count}
 
 
-def _rope(name: object, layers: Fields, layout: EagleLayout) -> Fields:
-    """Return the rope of the layers: official heads learned with 10,000, which their configs do not say."""
-    rope = rope_of(name, layers, None if layout.states_theta else _OFFICIAL_THETA)
-    if (kind := rope["rope_type"]) != "default" and not layout.scales_rope:
-        raise ValueError(f"{name}: rope_type={kind!r}: the code that trained it ({layout.table.layout}) drops it")
-    return rope
-
-
-def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
+def _sizes(name: object, said: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return the sizes that the tensors show; for those that a config does not state, Llama's defaults are wrong."""
-
-    def rows(tensor: str) -> int:
-        return shapes.get(tensor, (0,))[0]
-
-    attention = "layers.0.self_attn.{}_proj.weight"
-    heads, head_dim = (stated.get(key) for key in ("num_attention_heads", "head_dim"))
-    heads = rows(attention.format("q")) // head_dim if head_dim else heads
-    head_dim = head_dim or rows(attention.format("q")) // (heads or 1)
-    drafted = rows("lm_head.weight") if version == 3 else 0
-    whole = 0 if "d2t" in shapes or "vocab_size" in stated else drafted
+    rows = Counter({tensor: shape[0] for tensor, shape in shapes.items() if shape})
+    queries, keys = (rows[f"layers.0.self_attn.{each}_proj.weight"] for each in "qk")
+    heads, head_dim = said.get("num_attention_heads"), said.get("head_dim")
+    heads = queries // head_dim if head_dim else heads
+    head_dim = head_dim or queries // (heads or 1)
+    drafted = rows["lm_head.weight"] if version == 3 else 0
+    whole = 0 if "d2t" in shapes or "vocab_size" in said else drafted
     shown = {
         "num_attention_heads": heads,
-        "num_key_value_heads": rows(attention.format("k")) // (head_dim or 1),
+        "num_key_value_heads": keys // (head_dim or 1),
         "head_dim": head_dim if heads else 0,
-        "hidden_size": rows("layers.0.post_attention_layernorm.weight"),
-        "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
-        "vocab_size": rows("embed_tokens.weight") or rows("t2d") or whole,
+        "hidden_size": rows["layers.0.post_attention_layernorm.weight"],
+        "intermediate_size": rows["layers.0.mlp.gate_proj.weight"],
+        "vocab_size": rows["embed_tokens.weight"] or rows["t2d"] or whole,
         "draft_vocab_size": drafted,
     }
-    if missing := [key for key in ("num_attention_heads", "vocab_size") if key not in stated and not shown[key]]:
+    if missing := [key for key in ("num_attention_heads", "vocab_size") if key not in said and not shown[key]]:
         raise ValueError(f"{name}: config.json has no {', '.join(missing)}, and no tensor shows it")
     return {key: size for key, size in shown.items() if size}
 
@@ -352,11 +320,9 @@ SHOWN_BY = {
 
 def _read_off(name: object, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
-    layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
-    options = [*SHOWN_BY][: None if version == 3 else -2]
-    values = {option: SHOWN_BY[option] in shapes for option in options}
-    own = "embed_tokens.weight" in shapes
-    return {"num_hidden_layers": count_of(name, layers, "layer"), "own_embeddings": own} | values
+    layers = count_of(name, {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}, "layer")
+    values = {option: SHOWN_BY[option] in shapes for option in [*SHOWN_BY][: None if version == 3 else -2]}
+    return {"num_hidden_layers": layers, "own_embeddings": "embed_tokens.weight" in shapes} | values
 
 
 def _aux_layers(name: object, raw: Fields) -> list[int] | None:
@@ -372,13 +338,15 @@ def _aux_layers(name: object, raw: Fields) -> list[int] | None:
     return agreed(name, raw, AUX_IDS, *meanings, meanings=meanings)
 
 
-_LLAMA_FIELDS = (
-    *("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
-    *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "head_dim", "attention_bias"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+_LLAMA_FIELDS = sorted(
+    names(
+        "hidden_act hidden_size intermediate_size max_position_embeddings num_attention_heads num_hidden_layers "
+        "num_key_value_heads rms_norm_eps vocab_size head_dim attention_bias bos_token_id eos_token_id pad_token_id"
+    )
 )
-_ARCHITECTURES = {(1, "sglang"): "LlamaForCausalLMEagle"}
-_ARCHITECTURES |= {(3, layout): "LlamaForCausalLMEagle3" for layout in ("specforge", "vllm", "sglang")}
+_ARCHITECTURES = {(1, "sglang"): "LlamaForCausalLMEagle"} | dict.fromkeys(
+    [(3, "specforge"), (3, "vllm"), (3, "sglang")], "LlamaForCausalLMEagle3"
+)
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 

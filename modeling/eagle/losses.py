@@ -1,25 +1,21 @@
 """Losses of an EAGLE head, which continues from its own outputs in training as it does while drafting.
 
-EAGLE-3's training-time test (2503.01840, section 3.2) is all steps with gradients through them; HASS (2408.15766) is
-the same with outputs detached between steps, and adds a document's first rows again in later steps; EAGLE-1 is step 0
-alone.
+EAGLE-3 (2503.01840, section 3.2) is all steps with gradients through them; HASS (2408.15766) detaches outputs between
+steps, and adds a document's first rows again in later ones; EAGLE-1 is step 0 alone.
 
 Row t of step i reads the output of row t of step i - 1 and the embedding of token t + 1 + i, at position t + i; of a
-P-EAGLE head, from step 1 on, the features and the token of rows that know nothing. It sees step 0 up to column t, and
-of every later step its own column, as a drafted row does. So each step is a call of `head.rows` on a cache, and rows of
-the later steps run block by block: they see only step 0 of other rows.
+P-EAGLE head, from step 1 on, the features and the token of rows that know nothing. It sees step 0 up to column t and
+its own column of later steps, as a drafted row does: so rows of later steps run block by block on a cache.
 
-Memory grows with neither the number of steps nor the vocabulary. `Steps` makes the gradients of a block as soon
-as its terms are there: outputs and columns of step 0 are leaves of every block's graph, and their summed gradients go
-through step 0 once, in the end. Logits exist for one chunk of rows at a time, and the teacher's once per block for all
-steps. The block loss reads all steps of a row together: later steps run once more for it, see `block_slopes`.
+Memory grows with neither steps nor vocabulary: outputs and columns of step 0 are leaves of every block's graph, whose
+gradients are made at once and go through step 0 in the end. Logits exist for a chunk of rows, the teacher's once per
+block. The block loss reads all steps of a row together: later steps run once more for it, see `block_slopes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -72,23 +68,6 @@ class TrainingBatch:
         is_whole = mask is None and positions is None
         return cls(input_ids, labels, *numbered(input_ids, mask, positions), states, is_whole, summaries)
 
-    def with_a_row(self, features: Tensor) -> tuple[Tensor, TrainingBatch]:
-        """Return features [B, L, d] and the batch, padded on the right where it is too short to have a row.
-
-        Such a row counts nowhere; with it every parameter gets its gradient, as in the other processes.
-        """
-        missing = 3 - features.shape[1]
-        if missing <= 0:
-            return features, self
-
-        def padded(values: Tensor, fill: int = 0) -> Tensor:
-            return nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, missing), value=fill)
-
-        fills = {"labels": IGNORE, "documents": -1}
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        fields = {name: padded(value, fills.get(name, 0)) for name, value in fields.items()}
-        return padded(features), replace(self, is_whole=False, **fields)
-
     @property
     def num_rows(self) -> int:
         """Rows of step 0; the last two tokens have none, because no token follows their pair."""
@@ -103,13 +82,6 @@ class TrainingBatch:
         """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
         last = values.shape[1] - 1
         return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
-
-    @property
-    def lengths(self) -> Tensor:
-        """Length of every token's document, [B, L]; of padding any number above 0."""
-        numbers = self.documents.clamp(min=0)
-        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
-        return sizes.gather(1, numbers).clamp(min=1)
 
     def counted(self, step: int) -> Tensor:
         """Return which rows of a step have a target, [B, num_rows] bool."""
@@ -134,44 +106,37 @@ def eagle_loss(
     options: ResolvedEagleOptions,
     num_items: Tensor | None = None,
 ) -> EagleOutput:
-    """Return the loss of a head, and the losses of its steps, from the features [B, L, d] that `head.fuse` makes.
+    """Return the loss of a head, and of its steps, from the features [B, L, d] that `head.fuse` makes.
 
-    `num_items` are the rows with targets per step over all micro-batches, [steps]; None: those of the batch.
+    `num_items` [steps] are the rows with targets over all micro-batches; None: those of the batch.
     """
-    features, batch = batch.with_a_row(features)
     if options.noise and head.training:
-        width = options.noise * 512 / batch.lengths[..., None]
+        numbers = batch.documents.clamp(min=0)
+        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (batch.documents >= 0).long())
+        width = options.noise * 512 / sizes.gather(1, numbers).clamp(min=1)[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     counts = counts_per_step(batch, options)
     weights = step_weights(counts if num_items is None else num_items, options, features)
     if head.training and head.config.mask_token_id is not None:
-        batch, every = _thinned(batch, options), counts
+        shares, every = options.kept ** torch.arange(options.steps, device=batch.states.device), counts  # [S]
+        chance = torch.rand(batch.num_rows, device=batch.states.device)  # a row that runs has run in all steps before
+        batch = replace(batch, kept=chance < shares.clamp(min=options.least_kept)[:, None])
         counts = counts_per_step(batch, options)
         weights = weights * every / counts.clamp(min=1)  # rows that are left stand for all
     gather(head.modules())
-    parameters: list[Tensor] = [each for each in head.parameters() if each.requires_grad]
-    steps = Steps(head, batch, options, weights, features, parameters)
-    loss, (sums,) = made_in_forward(steps.made, [features, *parameters])
+    steps = Steps(head, batch, options, weights, features)
+    loss, (sums,) = made_in_forward(steps.made, [features, *steps.parameters])
     means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
     return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
 
 
-def _thinned(batch: TrainingBatch, options: ResolvedEagleOptions) -> TrainingBatch:
-    """Return the batch with fewer random rows in every step, of which each has run in all steps before (P-EAGLE)."""
-    shares = options.kept ** torch.arange(options.steps, device=batch.states.device)  # [S]
-    chance = torch.rand(batch.num_rows, device=batch.states.device)
-    return replace(batch, kept=chance < shares.clamp(min=options.least_kept)[:, None])
-
-
 def step_weights(counts: Tensor, options: ResolvedEagleOptions, like: Tensor) -> Tensor:
     """Return the factors of the summed terms of all steps in the loss, [steps], at least float32; counts [steps]."""
-    dtype, is_block = torch.promote_types(like.dtype, torch.float32), options.divergence == "block"
-    counts = counts.to(like.device, dtype)
-    if is_block:  # a mean over positions of what all steps accept
-        counts = counts[:1]
-    discounts = options.objective == "ttt" and not is_block
-    decay = options.decay if discounts else 1.0
-    return decay ** torch.arange(options.steps, device=like.device, dtype=dtype) / counts.clamp(min=1)
+    counts = counts.to(like.device, torch.promote_types(like.dtype, torch.float32))
+    decay = options.decay if options.objective == "ttt" else 1.0
+    if options.divergence == "block":  # a mean over positions of what all steps accept
+        counts, decay = counts[:1], 1.0
+    return decay ** torch.arange(options.steps, device=like.device, dtype=counts.dtype) / counts.clamp(min=1)
 
 
 def counts_per_step(batch: TrainingBatch, options: ResolvedEagleOptions) -> Tensor:
@@ -197,11 +162,8 @@ def teacher_rows(head: EagleNetwork, states: Tensor, summaries: Tensor, by_produ
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if summaries.shape[-1]:
         log_p, is_known = logits - summaries[:, :1].to(logits), summaries[:, 1] > 0
-    elif head.offsets is None:
-        log_p, is_known = logits.log_softmax(-1), torch.ones_like(logits[:, 0], dtype=torch.bool)
     else:
-        ids = head.draft_ids
-        log_p, is_known = logits.log_softmax(-1)[:, ids], torch.isin(logits.argmax(-1), ids)
+        log_p, is_known = logits.log_softmax(-1), torch.ones_like(logits[:, 0], dtype=torch.bool)
     if not by_products:
         return Teacher(states, log_p, is_known, states[:, 0], states[:, 0])
     p = log_p.exp_()
@@ -210,27 +172,17 @@ def teacher_rows(head: EagleNetwork, states: Tensor, summaries: Tensor, by_produ
 
 
 def draft_summaries(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
-    """Return what a loss needs of the backbone's logits outside the draft vocabulary, computed once for all steps.
+    """Return what a loss reads of the backbone's logits besides those of drafted tokens, once for all steps.
 
     [B, L, 2]: their logsumexp, and whether the likeliest token is drafted, before targets; [B, L, 0] where all are.
     """
-    ids, states = head.draft_ids, batch.states
-    if head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
-        return states.new_zeros(*states.shape[:2], 0)
-    summaries = batch.summaries
+    part, summaries = head.draft_vocabulary, batch.summaries
+    if part is None:
+        return batch.states[..., :0]
     if summaries is None:
-        summaries = logit_summaries(BackboneParts(head.backbone), states, batch.following != IGNORE)
+        summaries = logit_summaries(BackboneParts(head.backbone), batch.states, batch.following != IGNORE)
     totals, likeliest = summaries.unbind(-1)
-    return torch.stack([totals, torch.isin(likeliest.long(), ids.to(likeliest.device)).to(totals)], -1)
-
-
-def draft_columns(head: EagleNetwork, labels: Tensor) -> Tensor:
-    """Return the column of each label in the draft vocabulary, -1 where it is not drafted; shaped as `labels`."""
-    if head.offsets is None:
-        return labels
-    ids, order = head.draft_ids.to(labels.device).sort()
-    found = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-    return torch.where(ids[found] == labels, order[found], -1)
+    return torch.stack([totals, (part.columns(likeliest.long(), -1) >= 0).to(totals)], -1)
 
 
 def row_terms(
@@ -243,12 +195,11 @@ def row_terms(
 ) -> Tensor:
     """Return the terms of rows, [N, 3] float32: the loss, its reported part, and the detached acceptance.
 
-    `"ttt"` (EAGLE-3): -sum_x p(x) log q(x), with p renormalised over the draft vocabulary; 0 where the backbone's
-    likeliest token is not in it. `"tv"` and LK losses, which are the acceptance itself, use p without renormalisation:
-    a token that is never drafted is never accepted.
-    `"eagle1"`: smooth L1 distance of features, and a small multiple of the distance of distributions, which alone is
-    reported; a draft vocabulary counts as for EAGLE-3. `"hass"`: the same, with the likeliest tokens a second time.
-    Rows have outputs [N, d] and `draft_columns` [N]; `known` [N, 3] are `block_slopes` of the block loss.
+    `"ttt"` (EAGLE-3): -sum_x p(x) log q(x), with p renormalised over the draft vocabulary (but for `"tv"` and LK, which
+    are the acceptance itself); 0 where the backbone's likeliest token is not in it. `"eagle1"`: smooth L1 distance of
+    features, and a small multiple of the distance of distributions, which alone is reported. `"hass"`: the same, with
+    the likeliest tokens a second time. Rows have outputs [N, d] and columns [N] of the draft vocabulary, -1 for others;
+    `known` [N, 3] are `block_slopes` of the block loss.
     """
     is_ttt, log_p, share = options.objective == "ttt", teacher.p, options.label_weight
     is_part = is_ttt or head.offsets is not None
@@ -302,9 +253,8 @@ def product_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return the terms of rows as `row_terms` does, [N, 3], and the gradient [N, d] of their normed features [N, d].
 
-    Both are products of matrices, which need no autograd: with logits W z, z = norm(x), the loss w D(p, q) has the
-    gradient g = w (q - p) of the logits; that of z is g W, and that of W is g^T z, which is added to `total` [Vd, d] in
-    place. `weights` [N] are the factors w of the rows.
+    Without autograd: with logits W z, z = norm(x), and w of `weights` [N], the loss w D(p, q) has the gradient
+    g = w (q - p) of the logits; that of z is g W, and that of W is g^T z, which is added to `total` [Vd, d] in place.
     """
     logits, weight = head.lm_head(normed), head.lm_head.weight
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -334,54 +284,38 @@ def product_terms(
 
 
 class Steps:
-    """A head that continues from its own outputs over a whole batch: the sums of all steps, and their gradients.
-
-    `weights` [S] are the factors of the sums of the steps in the loss, `parameters` those of the head that learn.
-    """
+    """The sums of all steps of a head over a batch, and their gradients; `weights` [S] are factors of the sums."""
 
     known: Tensor | None = None
     """[S, B, rows, 3] of the block loss."""
+    summaries: Tensor | None = None
+    """[B, L, 2], what `draft_summaries` returns."""
+    learns = False
 
     def __init__(
-        self,
-        head: EagleNetwork,
-        batch: TrainingBatch,
-        options: ResolvedEagleOptions,
-        weights: Tensor,
-        features: Tensor,
-        parameters: list[Tensor],
+        self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions, weights: Tensor, features: Tensor
     ) -> None:
-        self.head, self.batch, self.options = head, batch, options
-        self.features, self.parameters, self.learns = features, parameters, False
+        self.head, self.batch, self.options, self.features = head, batch, options, features
+        self.parameters: list[Tensor] = [each for each in head.parameters() if each.requires_grad]
         self.totals: dict[Tensor, Tensor] = {}
         self.counted = torch.stack([batch.counted(step) for step in range(options.steps)])  # [S, B, rows]
         self.counted_on_host = self.counted.cpu()  # an accelerator waits here, once for all steps and blocks
-        documents = batch.documents
-        starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        self.first = starts[:, : batch.num_rows]
-        places = torch.arange(batch.num_rows, device=starts.device)
-        of_documents = torch.where(self.first, places, 0).cummax(1).values  # [B, rows]
-        self.lowest: list[int] = of_documents.amin(0).tolist()
+        changes = batch.documents[:, 1:] != batch.documents[:, :-1]
+        self.first = nn.functional.pad(changes, (1, 0), value=True)[:, : batch.num_rows]
+        places = torch.where(self.first, torch.arange(batch.num_rows, device=changes.device), 0)  # [B, rows]
+        self.lowest: list[int] = places.cummax(1).values.amin(0).tolist()
         """The first column that any sequence's row sees, by row."""
-        self.columns = draft_columns(head, batch.labels)  # [B, L]
+        part = head.draft_vocabulary
+        self.columns = batch.labels if part is None else part.columns(batch.labels, -1)  # [B, L]
+        self.size = max(1, LOGITS_PER_CHUNK // head.draft_size)
+        """Rows whose logits exist at a time."""
         self.has_products = has_products(head, options)
-        self.repeats_first = options.objective == "hass"
         self.weights = weights.to(features.device)
         self.scale = self.weights.max()
         shares = self.weights / self.scale.clamp(min=torch.finfo(weights.dtype).tiny)
-        again = shares.flip(0).cumsum(0).flip(0) - shares if self.repeats_first else torch.zeros_like(shares)
+        is_hass = options.objective == "hass"
+        again = shares.flip(0).cumsum(0).flip(0) - shares if is_hass else torch.zeros_like(shares)
         self.shares = torch.stack([shares, again], 1)  # [S, 2]: of every row, and besides of first rows
-
-    @cached_property
-    def summaries(self) -> Tensor:
-        """What `draft_summaries` returns."""
-        return draft_summaries(self.head, self.batch)
-
-    @property
-    def size(self) -> int:
-        """Rows whose logits exist at a time."""
-        columns = self.head.draft_size if self.summaries.shape[-1] else self.head.config.vocab_size
-        return max(1, LOGITS_PER_CHUNK // columns)
 
     def first_step(self, features: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the outputs of step 0 [B, rows, d], and its keys and values [B, H, rows, D], layer by layer."""
@@ -393,10 +327,8 @@ class Steps:
         return outputs, [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
 
     def later_steps(self, features: Tensor, start: int, columns: list[Tensor]) -> Iterator[Tensor]:
-        """Yield the outputs [B, R, d] of steps 1, 2, ... of a block of rows, the first of which is `start`.
-
-        `features` are those of step 0; `columns` its keys and values from `lowest` to the block's end, layer by layer.
-        """
+        """Yield the outputs [B, R, d] of steps 1, 2, ... of rows from `start` on, from those of step 0, and its keys
+        and values from `lowest` to the block's end, layer by layer."""
         cache, size = DynamicCache(), features.shape[1]
         for layer in range(len(columns) // 2):
             cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
@@ -422,9 +354,7 @@ class Steps:
                 ran.append(rows)
                 own = torch.cat([rows[:, None] == each for each in ran], 1).expand(len(mask), 1, -1, -1)
                 positions = self.batch.positions[:, start + rows] + step
-                seen = torch.cat(
-                    [mask[:, :, rows], own.to(mask.device)], -1
-                )  # [B, 1, n, stop - lowest + rows of steps]
+                seen = torch.cat([mask[:, :, rows], own.to(mask.device)], -1)  # [B, 1, n, columns]
                 found = self.head.rows(*self.head.masked(len(features), len(rows)), positions, seen, cache)
                 outputs = outputs.index_copy(1, rows, found)
             yield outputs
@@ -461,20 +391,22 @@ class Steps:
     def made(self, needed: list[bool]) -> Made:
         """Return the loss, its sums, and the gradients of the features and of the parameters."""
         batch, self.learns = self.batch, any(needed)
-        with torch.set_grad_enabled(self.learns):
-            features = self.features[:, : batch.num_rows].detach().requires_grad_(needed[0])
-            outputs, columns = self.first_step(features)
-        roots = [outputs, *columns] if self.options.steps > 1 else [outputs]
-        totals = [torch.zeros_like(root) if root.requires_grad else None for root in roots]
-        self.known = self._slopes(roots) if self.options.divergence == "block" else None
+        features = self.features[:, : batch.num_rows].detach().requires_grad_(needed[0])
+        into_features = features.detach() if needed[0] else None
         sums = self.weights.new_zeros(self.options.steps, 2, 3)
-        for start, stop in self._blocks():
-            self._block(start, stop, roots, totals, sums)
-        (into_features,) = self._backward(roots, totals, [features] if needed[0] else [None])
+        if batch.num_rows:
+            with torch.set_grad_enabled(self.learns):
+                outputs, columns = self.first_step(features)
+            roots = [outputs, *columns] if self.options.steps > 1 else [outputs]
+            totals = [torch.zeros_like(root) if root.requires_grad else None for root in roots]
+            self.known = self._slopes(roots) if self.options.divergence == "block" else None
+            for start, stop in self._blocks():
+                self._block(start, stop, roots, totals, sums)
+            (into_features,) = self._backward(roots, totals, [features] if needed[0] else [None])
         if into_features is not None:  # the last two tokens have no row
             into_features = nn.functional.pad(into_features, (0, 0, 0, self.features.shape[1] - batch.num_rows))
         sums, at_first = sums.unbind(1)  # [S, 3] each; HASS adds the latter again in later steps
-        if self.repeats_first:
+        if self.options.objective == "hass":
             again = at_first.cumsum(0) - at_first
             if self.known is not None:
                 again = (again[:, :1] - DISTRIBUTION_WEIGHT * again[:, 1:2]) * again.new_tensor([1, 0, 0])
@@ -518,8 +450,7 @@ class Steps:
 
     def _teacher(self, start: int, stop: int) -> tuple[Teacher, Tensor]:
         """Return what all steps of a block learn, and where step i of row t finds it: at [b, t - start + i]."""
-        batch = self.batch
-        counted = self.counted_on_host[:, :, start:stop]
+        batch, counted = self.batch, self.counted_on_host[:, :, start:stop]
         is_read = counted.new_zeros(counted.shape[1], stop - start + len(counted) - 1)  # [B, R + S - 1]
         for step, each in enumerate(counted):
             is_read[:, step : step + each.shape[1]] |= each
@@ -530,6 +461,8 @@ class Steps:
             ahead = batch.ahead(values, start, start + is_read.shape[1], 1)
             return ahead.flatten(0, 1)[rows.to(values.device)].to(self.features.device)
 
+        if self.summaries is None:
+            self.summaries = draft_summaries(self.head, batch)
         states, summaries = read(batch.states), read(self.summaries)
         if self.known is not None and self.options.objective != "hass":  # the loss reads no distribution
             return Teacher(states, *[states[:, :1]] * 4), where
@@ -539,7 +472,7 @@ class Steps:
 
     def _chunks(self, features: Tensor, start: int, step: int, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield the rows [N] of a block [B, R, d] that count in a step, their draft columns, whether they are first
-        ones of documents, and what more [B, R, ..] there is of them, on the device of the features."""
+        ones of documents, and what more [B, R, ..] there is of them."""
         stop = start + features.shape[1]
         rows = self.counted_on_host[step, :, start:stop].flatten().nonzero()[:, 0]
         columns = self.batch.ahead(self.columns, start, stop, 2 + step)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.loss_options import EagleLossOptions, ResolvedEagleOptions
@@ -34,12 +35,12 @@ from .conversion import (
     layout_tensors,
     own_names,
     resolved_aux_layers,
-    warn_of_misfit,
 )
 from .losses import Steps, TrainingBatch, counts_per_step, eagle_loss, step_weights
 from .modules import EagleNetwork
 from .session import EagleSession
 
+logger = logging.get_logger(__name__)
 _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
@@ -82,9 +83,6 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
             draft_vocab_size: Vd: the first Vd tokens are drafted, unless `draft_ids` is set.
             draft_ids: [Vd] distinct token ids, usually the most frequent tokens of outputs.
             **options: Further fields of `EagleHeadConfig`; sizes and rope default to the backbone's.
-
-        Raises:
-            ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
         """
         backbone = unwrap(backbone)
         if draft_ids is not None:
@@ -95,7 +93,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
             nn.init.normal_(head.mask_hidden)
         return head._begun(backbone, draft_ids)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
+    def _set_gradient_checkpointing(self, *args: object, **kwargs: object) -> None:
         """Do nothing: the loss keeps no activations of its steps."""
 
     def made_for(self) -> Mapping[str, object]:
@@ -109,7 +107,11 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         super().on_attach(backbone)
         layers = resolved_aux_layers(self.config, backbone.config.get_text_config().num_hidden_layers)
         self.hidden_layers = layers or -1
-        warn_of_misfit(self.config, backbone)
+        if layers and self.config.aux_layers is None and self.config.layout != "tokenahead":
+            logger.warning_once(
+                f"{self.config.name_or_path or 'This EAGLE head'} does not name the hidden states that it reads: if it "
+                f"learned from others than aux_layers={layers}, few drafts are accepted; pass them to from_pretrained"
+            )
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Validate and complete `draft_tree`; a head whose rows run at once takes none."""
@@ -118,27 +120,23 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         return super().prepare_tree(options, config)
 
     def longest_draft(self) -> int | None:
-        """Return None (any length): a head continues from its own output."""
         return None
 
     def default_draft(self) -> int:
-        """Return the config's `draft_length`, or the length of published chains."""
         return self.config.draft_length or _CHAIN
 
     @classmethod
     def facts(cls, config: EagleHeadConfig, drafter: object = None) -> DrafterFacts:
         states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
-        length = config.draft_length or _CHAIN
+        length, papers = config.draft_length or _CHAIN, ("li2024eagle", "li2025eagle3")
         rows = [
             ("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}"),
             ("Draft length", f"{length} tokens, where a call does not say"),
             *drafted_tokens(config),
         ]
-        papers = ("li2024eagle",) if config.version == 1 else ("li2024eagle", "li2025eagle3")
-        return DrafterFacts("eagle", length + 1, rows, papers)
+        return DrafterFacts("eagle", length + 1, rows, papers[: 1 if config.version == 1 else 2])
 
     def start(self, options: DraftOptions) -> EagleSession:
-        """Return the draft session of one call of `generate`."""
         return EagleSession(self, options)
 
     @classmethod
@@ -167,9 +165,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
             **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
 
         Raises:
-            ValueError: No EAGLE head, a field of another library that is not read and may change the network, missing
-                or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft vocabulary out of range, a pickle
-                of more than tensors.
+            ValueError: No EAGLE head, or one that could not be the published one: unknown fields, other tensors.
         """
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
         fields["mask_token_id"] = mask_token_id
@@ -196,20 +192,17 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
         """Load tensors under this head's names, or those of a saved checkpoint, which a resuming Trainer reads."""
-        state = own_names(state_dict)
-        held = set(self.state_dict())
-        state = {name: tensor for name, tensor in state.items() if name in held or name not in ("d2t", "t2d")}
+        surplus = {"d2t", "t2d"}.difference(self.state_dict())
+        state = {name: tensor for name, tensor in own_names(state_dict).items() if name not in surplus}
         return super().load_state_dict(state, strict, assign)
 
     @property
     def learning_layers(self) -> list[int]:
-        """Hidden states of the backbone that training reads, as indices of `output_hidden_states`."""
         wanted = self.hidden_layers
         return [-1] if isinstance(wanted, int) else [*dict.fromkeys(wanted), -1]
 
     @property
     def num_losses(self) -> int:
-        """Drafting steps that are trained."""
         return self._loss_options().steps
 
     def loss_counts(
@@ -219,7 +212,6 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         position_ids: Tensor | None = None,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the number of rows with a target per step, [steps] int64; arguments as for `forward`."""
         labels = cast(Tensor, unshifted(labels, shift_labels))
         batch = TrainingBatch.of(labels, labels, attention_mask, position_ids, labels)
         return counts_per_step(batch, self._loss_options())
@@ -231,8 +223,14 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         """
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
         hidden = run_backbone(self.backbone, ids, mask, positions, self.learning_layers).hidden_states
-        whole = TrainingBatch.of(ids, ids, mask, positions, hidden[-1])
-        unrolled = stacked_steps(self._unrolled(self.fuse(hidden), whole, length), ids.shape[1])
+        features, whole = self.fuse(hidden), TrainingBatch.of(ids, ids, mask, positions, hidden[-1])
+        outputs = [features[:, :0]] * length  # of steps 0, 1, ..., [B, R, d] each
+        if whole.num_rows:
+            options = replace(self._loss_options(), steps=length)
+            steps = Steps(self, whole, options, features.new_ones(length), features)
+            first, columns = steps.first_step(features[:, : whole.num_rows])
+            outputs = [first, *steps.later_steps(first, 0, columns)]
+        unrolled = stacked_steps(outputs, ids.shape[1])
 
         def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
             drafted = self.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)  # [N, length, Vd]
@@ -240,17 +238,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
 
         return DraftDistributions(draft, self.backbone_logits, hidden[-1])
 
-    def _unrolled(self, features: Tensor, batch: TrainingBatch, length: int) -> list[Tensor]:
-        """Return the outputs of steps 0, 1, ..., [B, R, d] each; a row sees step 0 up to its column, and itself."""
-        if not batch.num_rows:
-            return [features[:, :0]] * length
-        options = replace(self._loss_options(), steps=length)
-        steps = Steps(self, batch, options, features.new_ones(length), features, [])
-        first, columns = steps.first_step(features[:, : batch.num_rows])
-        return [first, *steps.later_steps(first, 0, columns)]
-
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return the loss of data from sums per step, [steps] each."""
         return (sums * step_weights(counts, self._loss_options(), sums)).sum()
 
     def _loss_options(self) -> ResolvedEagleOptions:
@@ -273,20 +261,17 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
 
         Row t of step i has a target where token t + 2 + i exists, is not padding, and its label is not -100.
         """
-        labels = unshifted(labels, shift_labels)
-        if labels is None:
-            return EagleOutput(logits=logits)
-        labels = check_targets(labels, self.config.vocab_size)
-        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]), summaries)
-        output = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
+        labels, output = unshifted(labels, shift_labels), EagleOutput()
+        if labels is not None:
+            labels, last = check_targets(labels, self.config.vocab_size), cast(Tensor, states[-1])
+            batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, last, summaries)
+            output = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
         output.logits = logits
         return output
 
-    def _run_backbone(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *_: int | Tensor
-    ) -> Any:
+    def _run_backbone(self, input_ids: Tensor, *given: Any) -> Any:
         """Return the backbone's outputs, with the logits of the last position alone."""
-        return super()._run_backbone(input_ids, attention_mask, position_ids)
+        return super()._run_backbone(input_ids, *given[:2])
 
 
 DRAFTERS["eagle"] = EagleHead

@@ -1,10 +1,8 @@
 """The network of an EAGLE head: transformers' Llama layers; the first one differs by version.
 
 Version 1 (EAGLE-1, EAGLE-2, HASS) merges embedding and feature before a layer without input norm. In version 3 the
-first layer's attention reads both, normed. The embedding comes first in either.
-
-Row t takes the backbone's feature f_t and the embedding of token x_{t+1}, at position t, and predicts x_{t+2}; its
-output is the feature of the next row while drafting.
+first layer's attention reads both, normed. Row t takes the backbone's feature f_t and the embedding of token x_{t+1},
+at position t, and predicts x_{t+2}; its output is the feature of the next row while drafting.
 """
 
 from __future__ import annotations
@@ -67,12 +65,9 @@ class EagleNetwork(DraftModel):
     """The parameters of an EAGLE head, and its forward for rows, which drafting and training share.
 
     The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.
-
-    Attributes:
-        hidden_layers: Indices of the `hidden_states` of its backbone that `fuse` reads; -1: the last one.
     """
 
-    hidden_layers: int | list[int]
+    hidden_layers: int | list[int]  # of `hidden_states` of its backbone, which `fuse` reads; -1: the last one
     config: EagleHeadConfig
     config_class = EagleHeadConfig
 
@@ -80,15 +75,15 @@ class EagleNetwork(DraftModel):
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self._backbones = []
-        self.hidden_layers = -1
-        width = config.hidden_size
+        self.hidden_layers, width = -1, config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
-        first = FusingLayer(config) if config.version == 3 else EagleLayer(config, 0)
-        if config.version == 1:  # it reads fc [e(x_{t+1}); f_t] without a norm
-            untyped(first).input_layernorm = nn.Identity()
-        later = (EagleLayer(config, index) for index in range(1, config.num_hidden_layers))
-        self.layers = nn.ModuleList([first, *later])
+        layers = [EagleLayer(config, index) for index in range(config.num_hidden_layers)]
+        if config.version == 3:
+            layers[0] = FusingLayer(config)
+        else:  # it reads fc [e(x_{t+1}); f_t] without a norm
+            cast(nn.Module, layers[0]).input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList(layers)
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
@@ -99,8 +94,7 @@ class EagleNetwork(DraftModel):
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(states, eps=eps)
         if config.fc_norm:
-            norms = [LlamaRMSNorm(target_width, eps=eps) for _ in range(config.num_aux)]
-            self.fc_norm = nn.ModuleList(norms)
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(target_width, eps=eps) for _ in range(config.num_aux))
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states or width))
         if config.version == 3:
@@ -109,7 +103,6 @@ class EagleNetwork(DraftModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """Return the head's own embeddings, or None where it reads the backbone's."""
         return self.embed_tokens if self.config.own_embeddings else None
 
     def fuse(self, hidden_states: States) -> Tensor:
@@ -148,22 +141,14 @@ class EagleNetwork(DraftModel):
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Run rows of the head and return their logits.
+        """Return features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, or -inf.
 
-        Args:
-            features: [B, R, d], from `fuse` for known tokens, or the output of earlier rows.
-            next_ids: [B, R] int64; row t is the pair of feature t and the token after it.
-            position_ids: [B or 1, R]; None: the number of real columns of the mask before each row.
-            attention_mask: [B, past + R], 0 for padding, or boolean [B, 1, R, past + R].
-            past_key_values: The head's own cache, which is extended.
-            logits_to_keep: Number of last rows whose logits are returned; 0: all.
-
-        Returns:
-            Features of the next rows, [B, R, d], and logits [B, R, V] of the token after each pair, or -inf.
+        Row t is the pair of feature t (of `fuse`, or an output) and the token after it, `next_ids` [B, R]. Without
+        `position_ids` the real columns of the mask before a row are counted; `attention_mask` is [B, past + R], or bool
+        [B, 1, R, past + R]; `past_key_values`, the head's own cache, is extended; of 0 `logits_to_keep` all are.
         """
         features = self.rows(features, next_ids, position_ids, attention_mask, past_key_values)
-        logits = self.draft_logits(features[:, -logits_to_keep:])
-        return features, self.spread(logits)
+        return features, self.spread(self.draft_logits(features[:, -logits_to_keep:]))
 
     def spread(self, columns: Tensor) -> Tensor:
         """Return values [.., V] of all tokens from those of drafted ones [.., Vd]; others have -inf."""
@@ -186,20 +171,19 @@ class EagleNetwork(DraftModel):
         return self.run(features, self.embedding()(next_ids), position_ids, attention_mask, past_key_values)
 
     def run(
-        self, features: Tensor, embeddings: Tensor, position_ids: Tensor, attention_mask: Tensor | None, cache: Any
+        self, features: Tensor, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """Run rows as `rows` does, from `embedding` of their tokens [B, R, d]."""
         embeddings = embeddings.to(features)
         options = {
-            "attention_mask": self._mask(embeddings, position_ids, attention_mask, cache),
+            "attention_mask": self._mask(embeddings, position_ids, mask, cache),
             "position_ids": position_ids,
             CACHE: cache,
             "position_embeddings": self.rotary_emb(features, position_ids),
         }
-        if self.config.version == 1:
-            hidden = self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), **options)
-        else:
-            hidden = self.layers[0](features, embeddings, **options)
+        is_first = self.config.version == 1
+        inputs = [self.fc(torch.cat([embeddings, features], dim=-1))] if is_first else [features, embeddings]
+        hidden = self.layers[0](*inputs, **options)
         for layer in self.layers[1:]:
             hidden = layer(hidden, **options)
         return self.norm(hidden) if self.config.norm_output else hidden
@@ -213,10 +197,7 @@ class EagleNetwork(DraftModel):
         return self.lm_head(features if self.config.norm_output else self.norm(features))
 
     def backbone_logits(self, states: Tensor, only_drafted: bool = False) -> Tensor:
-        """Return the backbone's logits of its last hidden states [.., D]; its parameters get no gradient.
-
-        They are [.., V], or those of the drafted tokens alone, [.., Vd].
-        """
+        """Return the backbone's logits [.., V], or [.., Vd] of drafted tokens, of its last states [.., D], frozen."""
         return BackboneParts(self.backbone, self.draft_vocabulary if only_drafted else None).unembed(states)
 
     def embedding(self) -> Callable[[Tensor], Tensor]:

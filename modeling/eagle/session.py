@@ -12,7 +12,6 @@ them. These new pairs run first in the next draft, and the last of them proposes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,15 +38,6 @@ from ...generation.trees.growth import Ancestry, grow, most_nodes
 from .modules import EagleNetwork
 
 
-@dataclass
-class _Pairs:
-    """New pairs of true features; those of a sequence come first, and what follows them is arbitrary."""
-
-    features: Tensor  # [B, P, d]
-    ids: Tensor  # [B, P] int64
-    new: NewTokens | None = None  # how many each sequence has; None: the prompt's
-
-
 class EagleSession(DraftSession):
     """The drafts of one call of an attached `EagleHead`."""
 
@@ -60,12 +50,11 @@ class EagleSession(DraftSession):
         self.embed = head.embedding()
         self.draft_ids: Tensor | None = None if head.draft_size == head.config.vocab_size else head.draft_ids
         self.vocab_size = head.config.vocab_size
-        self.cache, self.pairs = DynamicCache(), list[_Pairs]()
+        self.cache, self.pairs = DynamicCache(), list[tuple[Tensor, Tensor, NewTokens | None]]()
         self.prompt: Tensor | None = None
         self.pending: _FixedPairs | None = None
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
         self.view, prompt, options = view, self._features(outputs.hidden_states), self.options  # [B, L, d]
         span = 1 + self.num_tokens if options.draft_tree is None else most_nodes(options)
         self.layout = drafter_layout(view, prompt.shape[1], options.max_length, span, "eagle")
@@ -77,13 +66,12 @@ class EagleSession(DraftSession):
             self.prompt = prompt
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Pair the features of the accepted path with the tokens after them."""
         new = self.view.new_tokens
         if self.pending is not None:
             self.pending.take(self._features(outputs.hidden_states), new.on_device)
         elif new.longest:
             features = self._features(outputs.hidden_states, new.longest)  # [B, P, d]
-            self.pairs.append(_Pairs(features, result.tokens[:, : new.longest], new))
+            self.pairs.append((features, result.tokens[:, : new.longest], new))
 
     def _features(self, hidden_states: Any, count: int | None = None) -> Tensor:
         """Return the features of the backbone's states, of the first `count` tokens."""
@@ -91,13 +79,13 @@ class EagleSession(DraftSession):
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if self.prompt is not None:  # its last pair has the token that was added first
-            self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1])))
+            self.pairs.append((self.prompt, tokens.newest(self.prompt.shape[1]), None))
             self.prompt = None
         features = None if self.pending is None else self.pending.run(self, tokens)  # [B, 1, d]
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         for pairs in self.pairs:
-            self._append_pairs(pairs)
+            self._append_pairs(*pairs)
         self.pairs.clear()
         features, self.layout.block_offset = self.features if features is None else features, 0
         masks = self.options.masks(tokens) if self.options.processors else None
@@ -105,11 +93,10 @@ class EagleSession(DraftSession):
             return self._chain(features, length, masks)
         return grow(_Growth(self, features), self.options, length, masks)
 
-    def _append_pairs(self, pairs: _Pairs) -> None:
-        """Run the pairs of accepted tokens, whose keys and values stay in the cache."""
-        new = pairs.new
-        self.layout.block_offset = 0 if new else -pairs.ids.shape[1]
-        features = self._run(pairs.features, pairs.ids)
+    def _append_pairs(self, features: Tensor, ids: Tensor, new: NewTokens | None) -> None:
+        """Run pairs of true features [B, P, d]; the first ones, `new` of each sequence (None: the prompt's), stay."""
+        self.layout.block_offset = 0 if new else -ids.shape[1]
+        features = self._run(features, ids)
         self.features = features[:, -1:]  # [B, 1, d]
         if new is not None and not new.is_even:
             last = (new.on_device - 1).clamp(min=0)[:, None, None]  # a sequence that has ended keeps any
@@ -118,8 +105,7 @@ class EagleSession(DraftSession):
             self.layout.keep(new)
 
     def _run(self, features: Tensor, ids: Tensor, seen: Tensor | None = None, level: int = 0) -> Tensor:
-        """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen` of all
-        levels."""
+        """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen`."""
         layout, size = self.layout, ids.shape[1]
         if seen is None:
             positions, mask = layout.next_rows(size)  # [B, P], [B, 1, P, W]
@@ -132,10 +118,13 @@ class EagleSession(DraftSession):
         return features
 
     def _chain(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Return a chain of up to `length` tokens after features [B, 1, d]; it ends with a token that no sequence is
-        sure of."""
-        if self.head.config.mask_token_id is not None:
-            return self._chain_at_once(features, length, masks)
+        """Return a chain of up to `length` tokens after features [B, 1, d], or to one that no sequence is sure of."""
+        if self.head.config.mask_token_id is not None:  # P-EAGLE: it replaces all tokens but the first one
+            if length > 1:
+                masked = self.head.masked(len(features), length - 1)  # [B, m - 1, d]
+                features = torch.cat([features, self._run(*masked)], dim=1)  # [B, m, d]
+            logits = self.head.draft_logits(features)  # [B, m, v]
+            return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 
         def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
             nonlocal features
@@ -144,14 +133,6 @@ class EagleSession(DraftSession):
             return self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
 
         return grow_chain(step, self.options, length)
-
-    def _chain_at_once(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Return the chain of a P-EAGLE head: a mask token replaces all tokens but the first one."""
-        if length > 1:
-            masked = self.head.masked(len(features), length - 1)  # [B, m - 1, d]
-            features = torch.cat([features, self._run(*masked)], dim=1)  # [B, m, d]
-        logits = self.head.draft_logits(features)  # [B, m, v]
-        return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 
 
 class _FixedPairs:

@@ -31,8 +31,7 @@ from ...generation.tensors.tensor_files import below, hub_options
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
-from ..common.online import OnlineMixin
-from ..common.outputs import MTPOutput, OwnLossMixin
+from ..common.outputs import MTPOutput
 from ..heads.attached import DraftLayersSession, HeadSession
 from ..heads.circuit_head import FFHead
 from ..heads.context import LeafContext, context_of, tables_of
@@ -181,9 +180,7 @@ class SplitHeads(ConversionOps):
 register_checkpoint_conversion_mapping("evabyte", [WeightConverter(OWN, [OWN, DRAFTS], [SplitHeads()])], overwrite=True)
 
 
-class EvaByteForMTPC(
-    OwnLossMixin, OnlineMixin, WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
-):
+class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
     """EvaByte that predicts several bytes per call and emits exactly what byte-by-byte decoding emits.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.

@@ -20,17 +20,18 @@ from ...generation.backbone.wrapped_models import WrapperMixin, untyped
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below, read_tensors
 from ..common.learning import run_backbone
-from ..common.outputs import MTPOutput, OwnLossMixin
+from ..common.online import OwnLossMixin
+from ..common.outputs import MTPOutput
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import LMHeadView
 from .attached import MTPHeads
-from .losses import DepthLossMixin, counts_of_update, depth_targets
+from .losses import counts_of_update, depth_targets
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel):
+class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose

@@ -160,34 +160,6 @@ def counts_of_update(
     return own * items.flatten().to(own.device) / (counted != IGNORE).sum().clamp(min=1)
 
 
-class DepthLossMixin:
-    """A drafter whose loss has a term per token of its window, and how many targets these have."""
-
-    loss_unit = "head"
-    loss_normalization: str = "tokens"
-    window: int
-
-    @property
-    def num_losses(self) -> int:
-        return self.window
-
-    @property
-    def counts_sequences(self) -> bool:
-        """Whether every sequence counts by itself, so that rows must not be joined."""
-        return self.loss_normalization == "paper"
-
-    def loss_counts(
-        self,
-        labels: Tensor | None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the targets per depth of a batch, [n] int64; arguments as for `forward`."""
-        targets = depth_targets(labels, self.num_losses, attention_mask, position_ids, shift_labels)
-        return counted(targets != IGNORE, self.loss_normalization)
-
-
 def depth_means(terms: Tensor, valid: Tensor) -> Tensor:
     """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
     terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))

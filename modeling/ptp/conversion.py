@@ -6,7 +6,7 @@ What is not known here is refused by name: a field or a tensor that is ignored w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from os import PathLike
 from pathlib import Path
@@ -17,18 +17,10 @@ import yaml
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...configuration.foreign_fields import FieldTable, refuse_unread, stated
+from ...configuration.foreign_fields import FieldTable, names, refuse_unread, stated
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.tensors.saving import whole_directory
-from ...generation.tensors.tensor_files import (
-    Fields,
-    Tensors,
-    check_index,
-    naming,
-    read_yaml,
-    renamed,
-    unwrapped,
-)
+from ...generation.tensors.tensor_files import Fields, Tensors, check_index, naming, read_yaml, renamed, unwrapped
 
 _FILE, _LAST, _SHARES = "train.yaml", "last.ckpt", "correct_count_hist.pt"
 _TARGETS = {"model": "ptp.lit.ParallelSamplingLightningModule", "model.model": "ptp.transformer.MixedTransformerModel"}
@@ -43,17 +35,9 @@ _TABLE = FieldTable(
     },
     known={
         "": ("*",),
-        "model": ["optim_cfg", "completion_*", "pbar_metrics", "tokens_per_student_call", "hist_base"],
-        _MODEL: ["attn_implementation", "cache_dir", "use_gradient_checkpointing", "reset_parameters", "gate_window"],
-        _LORA: [
-            "lora_dropout",
-            "task_type",
-            "peft_type",
-            "inference_mode",
-            "fan_in_fan_out",
-            "megatron_core",
-            "qalora_group_size",
-        ],
+        "model": names("optim_cfg completion_* pbar_metrics tokens_per_student_call hist_base"),
+        _MODEL: names("attn_implementation cache_dir use_gradient_checkpointing reset_parameters gate_window"),
+        _LORA: names("lora_dropout task_type peft_type inference_mode fan_in_fan_out megatron_core qalora_group_size"),
     },
     only={
         "shift_positions": (True,),
@@ -83,20 +67,19 @@ class OfficialRun:
         refuse_unread(self.file, self.values, _TABLE, ignored, "the run")
         for path, target in _TARGETS.items():
             self._one_of(f"{path}._target_", target)
-        self._read(_LORA, "there: without adapters all weights are trained", lambda given: isinstance(given, dict))
-        name, targets = f"{_MODEL}.model_id", f"{_LORA}.target_modules"
-        self.name = self._read(name, "the name of a model, or its path", lambda given: isinstance(given, str))
-        is_known = lambda given: given == "all-linear" or isinstance(given, list)  # noqa: E731
-        self.targets = self._read(targets, "'all-linear', or a list of names", is_known)
+        self._of_type(_LORA, dict)  # without adapters all weights are trained
+        self.name = self._of_type(f"{_MODEL}.model_id", str)
+        targets = self._get(f"{_LORA}.target_modules")
+        self.targets = targets if targets == "all-linear" else self._of_type(f"{_LORA}.target_modules", list)
         self.dtype = self._one_of(f"{_MODEL}.dtype", *_PRECISIONS, default="float32")
         kind = self._one_of(f"{_MODEL}.adapter_name", *_EMBEDDINGS, default="linear_interpolation")
         rank, alpha = self._number(f"{_LORA}.r", int, 1, 8), self._number(f"{_LORA}.lora_alpha", float, 0, 8)
         alpha *= rank**0.5 if self._one_of(f"{_LORA}.use_rslora", True, False, default=False) else 1
         features, bias, _ = _EMBEDDINGS[kind]
-        self.options: Fields = {"features": features, "projection": "linear", "projection_bias": bias, "greedy": False}
-        self.options |= {"num_slots": self._number("data.train_completion_len", int, 1)}
         sampling = {key: self._number(f"model.{key}", type(value), 0, value) for key, value in SAMPLING.items()}
+        self.options: Fields = {"features": features, "projection": "linear", "projection_bias": bias, "greedy": False}
         self.options |= {"lora_rank": rank, "lora_alpha": alpha, "sampling": sampling}
+        self.options["num_slots"] = self._number("data.train_completion_len", int, 1)
         self.checkpoint = self._checkpoint(checkpoint)
         self.tensors = self._tensors(kind)
         for name, tensor in self.tensors.items():  # before a model of that rank is made
@@ -120,7 +103,7 @@ class OfficialRun:
             raise ValueError(f"{file}: tensors are missing, or are not in {self.file}: {', '.join(wrong[:5])}")
         for name, tensor in found.items():
             if tensor.shape != own[name].shape:
-                shapes = f"{tuple(tensor.shape)}, which a student of this backbone has as {tuple(own[name].shape)}"
+                shapes = f"{tuple(tensor.shape)}, and here {tuple(own[name].shape)}"
                 raise ValueError(f"{file}: {name} has the shape {shapes}")
         for name in backbone & found.keys():
             if not own[name].is_meta and not torch.equal(own[name].to("cpu", found[name].dtype), found[name]):
@@ -146,39 +129,39 @@ class OfficialRun:
         """Return the file of a name; else the best that last.ckpt records, last.ckpt, or the last one in order."""
         kept = self._get("training.ckpt_dir")
         place = Path(kept) if isinstance(kept, str) and Path(kept).is_dir() else self.folder
-        found = sorted(place.glob("*.ckpt"))
-        last = place / _LAST
+        found, last = sorted(place.glob("*.ckpt")), place / _LAST
         file = place / name if name else last if last in found or not found else found[-1]
         if file.is_dir():
             raise ValueError(f"{file} is a folder, as training.strategy leaves it: bring its parts into one file")
         if not file.is_file():
-            names = ", ".join(each.name for each in found) or "no *.ckpt"
-            raise FileNotFoundError(f"{file} is missing: {place} has {names}")
+            raise FileNotFoundError(f"{file} is missing: {place} has {[each.name for each in found]}")
         if name or file != last:
             return file
-        callbacks = _loaded(file).get("callbacks")
-        known = callbacks.items() if isinstance(callbacks, dict) else ()
-        best = next((stated(each, "best_model_path") for key, each in known if "ModelCheckpoint" in str(key)), None)
+        known = _loaded(file).get("callbacks") or {}
+        best = next((stated(known[key], "best_model_path") for key in known if "ModelCheckpoint" in str(key)), None)
         best = place / re.split(r"[/\\]", best)[-1] if isinstance(best, str) else place  # a path where it was trained
         return best if best.is_file() else file
 
     def _get(self, path: str) -> Any:
         return stated(self.values, path)
 
-    def _read(self, path: str, wanted: str, holds: Callable[[Any], bool], default: Any = None) -> Any:
-        value = default if (given := self._get(path)) is None else given
-        if not holds(value):
-            raise ValueError(f"{self.file}: {path}={given!r:.200} must be {wanted}")
+    def _fitting(self, path: str, value: Any, fits: bool, wanted: str) -> Any:
+        if not fits:
+            raise ValueError(f"{self.file}: {path}={value!r:.200} must be {wanted}")
         return value
 
-    def _one_of(self, path: str, *allowed: Any, default: Any = None) -> Any:
-        return self._read(path, " or ".join(map(repr, allowed)), lambda given: given in allowed, default)
+    def _of_type(self, path: str, kind: type) -> Any:
+        value = self._get(path)
+        return self._fitting(path, value, isinstance(value, kind), f"a {kind.__name__}")
+
+    def _one_of(self, path: str, *allowed: object, default: object = None) -> Any:
+        value = default if (given := self._get(path)) is None else given
+        return self._fitting(path, value, value in allowed, " or ".join(map(repr, allowed)))
 
     def _number(self, path: str, kind: type, least: int, default: Any = None) -> Any:
-        def holds(given: Any) -> bool:
-            return isinstance(given, (kind, int)) and not isinstance(given, bool) and least <= given < inf
-
-        return self._read(path, f"{'a whole' if kind is int else 'a'} number of at least {least}", holds, default)
+        value = default if (given := self._get(path)) is None else given
+        fits = isinstance(value, (kind, int)) and not isinstance(value, bool) and least <= value < inf
+        return self._fitting(path, value, fits, f"{kind.__name__} of at least {least}")
 
 
 def write_run(
@@ -188,11 +171,11 @@ def write_run(
     if layout != "official":
         raise ValueError(f"layout={layout!r} is unknown; 'official' is that of the public PTP code")
     kinds = {(features, bias): kind for kind, (features, bias, _) in _EMBEDDINGS.items()}
-    fits = {"variant": ["one_hot"], "features": [features for features, _ in kinds], "projection": ["linear"]}
-    fits |= {"projection_bias": [bias for features, bias in kinds if features == config.features]}
-    for field, allowed in (fits | {"informative": [True], "greedy": [False]}).items():
-        if (value := getattr(config, field)) not in allowed:
-            raise ValueError(f"{layout=} holds {field}={' or '.join(map(repr, allowed))}, and not {value!r}")
+    fits = {"variant": "one_hot", "projection": "linear", "greedy": False}
+    if wrong := {name: value for name in fits if (value := getattr(config, name)) != fits[name]}:
+        raise ValueError(f"{layout=} holds {fits}, and not {wrong}")
+    if (config.features, config.projection_bias) not in kinds:
+        raise ValueError(f"{layout=} has no features={config.features!r} with {config.projection_bias=}")
     if (written := str(dtype).removeprefix("torch.")) not in _PRECISIONS or not name:
         raise ValueError(f"{layout=} needs a backbone in one of {', '.join(_PRECISIONS)} that has a name_or_path")
     kind = kinds[config.features, config.projection_bias]
@@ -204,8 +187,10 @@ def write_run(
         "model": {"_target_": _TARGETS["model"], "model": model | {"lora_config": lora}, **sampling},
         "data": {"train_completion_len": config.num_slots},
     }
-    tensors = {f"backbone.{name}" if ".lora_" in name else name: each for name, each in state.items()}
-    tensors = {name: each.detach().to("cpu", torch.float32) for name, each in tensors.items()}
+    tensors = {
+        f"backbone.{name}" if ".lora_" in name else name: each.detach().to("cpu", torch.float32)
+        for name, each in state.items()
+    }
     tensors = renamed(_turned(tensors, kind), _names(kind), folder, back=True)
     # what their reader renames to the names that it has
     tensors = {name.replace("u_embed.u_adapter", "u_adapter.u_adapter"): each for name, each in tensors.items()}

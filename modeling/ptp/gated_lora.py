@@ -1,9 +1,8 @@
 """Low-rank adapters that act on auxiliary positions only: W x everywhere, and B (A x) added there.
 
-Ordinary tokens are computed by the unchanged base layers alone, so one checkpoint is exactly the base model and the
-student at once. peft makes, initialises and names the adapters, which are float32 at least: in bfloat16 rounding would
-lose the steps of an optimizer. Adapters that read the same input (q, k and v; gate and up) share one product. A gate
-marks the auxiliary positions, per call and thread."""
+Ordinary tokens are computed by the unchanged base layers alone, so that one checkpoint is exactly the base model and
+the student at once. Adapters that read the same input (q, k and v; gate and up) share one product. A gate marks the
+auxiliary positions, per call and thread."""
 
 from __future__ import annotations
 
@@ -12,13 +11,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...generation.backbone.wrapped_models import Kwargs, LayerDivision
+from ...generation.backbone.wrapped_models import LayerDivision
 
+ADAPTER = "default"
+"""Name of the adapter, as in peft's parameter names."""
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of the layers of one module that read the same input."""
 Products = list[tuple[Tensor, Tensor]]
 """A x and s B of each of some adapters."""
 
@@ -28,10 +32,9 @@ class Gate:
     """Which positions of one forward are auxiliary: those from `start` on.
 
     Attributes:
-        start: Number of ordinary tokens before them.
         length: Number of all positions, to find them where a layer has all sequences on one axis.
-        model: The model that opened it; adapters that are hooks of another model's layers obey theirs alone.
-        shared: Last products of adapters that read the same input: that input, their owner, the products.
+        model: The model that opened it, whose hooks alone obey.
+        shared: The last input that adapters shared, these adapters, and their products.
     """
 
     start: int
@@ -39,18 +42,12 @@ class Gate:
     model: object = None
     shared: tuple[Tensor, SharedInputAdapters, Products] | None = None
 
-    def products(self, x: Tensor, owner: SharedInputAdapters) -> Products | None:
-        """Return the products that `owner` computed of x, if they were the last; None otherwise."""
-        shared = self.shared
-        return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
-
     def unflattened(self, x: Tensor) -> Tensor:
         """Return a view [B, Q, d] of x, [B, Q, d] or [B Q, d]."""
         if x.dim() == 3 and x.shape[1] == self.length:
             return x
         if x.dim() != 2 or x.shape[0] % self.length:
-            reads = f"a layer reads {tuple(x.shape)}, not all {self.length} positions of every sequence"
-            raise ValueError(f"{reads}: gated adapters need all positions, and do not fit this backbone")
+            raise ValueError(f"a layer reads {tuple(x.shape)}: its adapter needs {self.length} rows of every sequence")
         return x.unflatten(0, (-1, self.length))
 
 
@@ -73,35 +70,22 @@ def opened(gate: Gate | None) -> Iterator[None]:
         _OF_THREAD.gate = before
 
 
-class GatePreserver:
-    """A checkpointing function whose recomputed layers find the gate of their forward, also in another thread."""
+def _checkpoint_with_gate(checkpoint: Callable[..., object], function: Callable[..., object], *args: object) -> object:
+    gate = current_gate()
 
-    def __init__(self, checkpoint: Callable[..., object]) -> None:
-        self.checkpoint = checkpoint
+    def gated(*inputs: object) -> object:
+        with opened(None if gate is None else replace(gate, shared=None)):
+            return function(*inputs)
 
-    def __call__(self, function: Callable[..., object], *args: object) -> object:
-        """Call `function` under the gate that is open now, and again under it."""
-        gate = current_gate()
-
-        def gated(*inputs: object) -> object:
-            with opened(None if gate is None else replace(gate, shared=None)):
-                return function(*inputs)
-
-        return self.checkpoint(gated, *args)
+    return checkpoint(gated, *args)
 
 
 def preserve_gates(model: nn.Module) -> None:
-    """Let all checkpointing layers of a model find their gates in backward; idempotent."""
+    """Let checkpointing layers of a model find the gate of their forward in backward, in any thread; idempotent."""
     for module in model.modules():
-        function = vars(module).get("_gradient_checkpointing_func")
-        if function is not None and not isinstance(function, GatePreserver):
-            vars(module)["_gradient_checkpointing_func"] = GatePreserver(function)
-
-
-ADAPTER = "default"
-"""Name of the adapter, as in peft's parameter names."""
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Names of the layers of one module that read the same input."""
+        known = vars(module).get("_gradient_checkpointing_func")
+        if known is not None and getattr(known, "func", None) is not _checkpoint_with_gate:
+            vars(module)["_gradient_checkpointing_func"] = partial(_checkpoint_with_gate, known)
 
 
 class SharedInputAdapters:
@@ -109,16 +93,17 @@ class SharedInputAdapters:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self._packed: tuple[tuple, list[Tensor], Tensor, list[Tensor]] | None = None
+        self.known: tuple[tuple, list[Tensor], Tensor, list[Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave packed weights out of copies and pickles."""
-        return {"layers": self.layers, "_packed": None}
+        return {"layers": self.layers, "known": None}
 
     def add(self, layer: Any, gate: Gate, x: Tensor, result: Tensor) -> bool:
         """Add s B A x to auxiliary positions of `result` in place, in few kernels; False without packed weights."""
-        parts, base = gate.products(x, self), gate.unflattened(result)
-        if parts is None:
+        base, shared = gate.unflattened(result), gate.shared
+        if shared is not None and shared[0] is x and shared[1] is self:
+            parts = shared[2]
+        else:
             # on processors, narrow products of this size take longer than wide ones
             is_slow = result.device.type == "cpu" and result.dtype in (torch.bfloat16, torch.float16)
             packed = self.packed(torch.float32 if is_slow else result.dtype)
@@ -142,31 +127,21 @@ class SharedInputAdapters:
     def packed(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]] | None:
         """Return the factors of decoding: the A's of all [n r, in], and each s B, transposed: [r, out].
 
-        Cached until a weight changes; call `forget` where the version does not change (weights set through `.data`).
-        None where weights are offloaded, or have no version.
+        Cached until the version of a weight changes. None where weights are offloaded, or have no version.
         """
-        halves = self.halves
+        kinds = [kind for layer in self.layers for kind in (layer.lora_A, layer.lora_B)]
+        halves: list[Tensor] = [kind[ADAPTER].weight for kind in kinds]
         if any(half.is_meta or half.is_inference() for half in halves):
             return None
         key = (dtype, halves[0].dtype, halves[0].device, *(half._version for half in halves))
-        known = self._packed
+        known = self.known
         if known is not None and known[0] == key and all(map(operator.is_, known[1], halves)):
             return known[2], known[3]
         down = torch.cat([_share(layer, half, True) for layer, half in zip(self.layers, halves[::2])]).to(dtype)
         ups = [_share(layer, half, False) * layer.scaling[ADAPTER] for layer, half in zip(self.layers, halves[1::2])]
         ups = [up.to(dtype).t().contiguous() for up in ups]  # n of [r, out]
-        self._packed = key, halves, down, ups  # with the weights, so that no other can be taken for one of them
+        self.known = key, halves, down, ups  # with the weights, so that no other can be taken for one of them
         return down, ups
-
-    def forget(self) -> None:
-        """Pack again in the next call."""
-        self._packed = None
-
-    @property
-    def halves(self) -> list[Tensor]:
-        """All A's and B's."""
-        kinds = [kind for layer in self.layers for kind in (layer.lora_A, layer.lora_B)]
-        return [kind[ADAPTER].weight for kind in kinds]
 
 
 def _share(layer: Any, weight: Tensor, of_inputs: bool) -> Tensor:
@@ -178,47 +153,35 @@ def _share(layer: Any, weight: Tensor, of_inputs: bool) -> Tensor:
 class PackedMixin(nn.Module):
     """A layer's adapter, whose packed weights are made again where it is moved, cast or set to another mode.
 
-    Attributes:
-        siblings: The adapters that read the same input, this one among them.
-        division: Of the layer, among processes; None: each has the whole layer.
+    `siblings` are the adapters that read the same input, this one among them.
     """
 
     siblings: SharedInputAdapters | None = None
     division: LayerDivision | None = None
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode, as of any module."""
-        self._forget()
+        self.forget()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._forget()
+        self.forget()
         return super()._apply(*args, **kwargs)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         if self.siblings is not None:
-            self.siblings.forget()
+            self.siblings.known = None
 
 
 def join_siblings(model: nn.Module) -> None:
-    """Give all adapters inside a model their `SharedInputAdapters`."""
-    for module in list(model.modules()):
-        _join(module)
-
-
-def _join(parent: nn.Module) -> None:
-    """Give the adapters of one module their `SharedInputAdapters`."""
-    layers: Kwargs = {name: layer for name, layer in parent.named_children() if isinstance(layer, PackedMixin)}
-    groups: list[list[Any]] = []
-    for names in _TOGETHER:
-        group = [layers[name] for name in names if name in layers]
-        if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
-            groups.append(group)
-            layers = {name: layer for name, layer in layers.items() if name not in names}
-    for group in [*groups, *([layer] for layer in layers.values())]:
-        siblings = SharedInputAdapters(group)
-        for layer in group:
-            layer.siblings = siblings
+    """Give all adapters inside a model their `siblings`."""
+    for parent in list(model.modules()):
+        layers: dict[str, Any] = {name: each for name, each in parent.named_children() if isinstance(each, PackedMixin)}
+        for names in [*_TOGETHER, *([name] for name in layers)]:
+            group = [layers[name] for name in names if name in layers and layers[name].siblings is None]
+            if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
+                siblings = SharedInputAdapters(group)
+                for layer in group:
+                    layer.siblings = siblings
 
 
 def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:

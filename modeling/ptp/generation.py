@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...configuration.fields import refuse
 from ...configuration.ptp import PTPConfig
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import MTPGenerationMixin
-from ...generation.backbone.wrapped_models import Kwargs, untyped
+from ...generation.backbone.wrapped_models import Kwargs
 from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
 from ...generation.contract import DraftSession
 from ...generation.drafter import BaseDrafter, DrafterFacts
@@ -31,10 +30,7 @@ _SLOTS = {
 
 
 class ParallelDrafter(BaseDrafter):
-    """Drafts from uniforms; see `ParallelGenerationMixin` for the options of a call.
-
-    A class that uses it offers `config`, a `PTPConfig`, and `slot_distribution` (`PTPForCausalLM.slot_distribution`).
-    """
+    """Drafts from uniforms; see `ParallelGenerationMixin` for the options of a call."""
 
     config: PTPConfig
     slot_distribution: Callable[[Tensor, Tensor], WindowDistribution]
@@ -45,40 +41,43 @@ class ParallelDrafter(BaseDrafter):
     @property
     def window(self) -> int:
         """The longest draft and one: N slots draft N - 1 tokens (one-hot, slot 0 repeats the target's pick) or N."""
-        return self.config.num_slots + (not self.config.predicts_first)
+        return self.config.num_slots + (not self.config.is_one_hot)
 
     @classmethod
     def facts(cls, config: PTPConfig, drafter: object = None) -> DrafterFacts:
-        window = config.num_slots + (not config.predicts_first)
+        window = config.num_slots + (not config.is_one_hot)
         reads = ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
         rows = [
             ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
             ("Slots", f"{config.num_slots}: {window - 1} drafted besides the next token"),
             reads if config.reads_uniforms else ("Sampler head", f"`{config.sampler}`"),
-            ("Learned for", ", ".join(f"{name} {value}" for name, value in (config.sampling or {}).items())),
+            ("Learned for", ", ".join(f"{name} {value}" for name, value in config.sampling.items())),
         ]
         paper = "samragh2025future" if config.variant == "mask" else "draxler2025ptp"
         return DrafterFacts("uniforms", window, rows, (paper,))
 
-    def sampling_defaults(self, sources: Sources) -> Kwargs:
-        """Return what drafts were learned for, where a call samples and sets no temperature, top-k or top-p."""
-        learned = self.config.sampling or {}
-        is_set = any(first_set(name, sources) is not None for name in learned)
-        return {} if is_set or not first_set("do_sample", sources) else dict(learned)
-
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate the options of parallel token prediction, and choose the rule."""
-        extra = dict(options.extra)
-        if extra.get("uniforms") is not None:
-            extra["uniforms"] = torch.as_tensor(extra["uniforms"])
+        """Choose the rule; refuse slots that draft nothing, and uniforms and seeds where they would not fix tokens."""
+        extra: Kwargs = {"slot_budget": 3 * self.config.num_slots} | options.extra
+        default = "coupled" if self.config.is_one_hot or "uniforms" in extra else "block"
+        rule, budget, least = options.verification or default, extra["slot_budget"], 1 + self.config.is_one_hot
         if options.draft_tree is not None:
             raise ValueError(f"draft_tree={options.draft_tree!r}: slots draft chains; leave it out")
-        default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
-        options = replace(options, verification=options.verification or default, extra=extra)
-        _check_options(options, config, self.config)
-        has_source = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
-        extra = {"slot_budget": 3 * self.config.num_slots} | extra
-        return replace(options, extra=extra, needs_our_loop=has_source)
+        if budget not in _LAYOUTS and (type(budget) is not int or budget < least):
+            raise ValueError(f"slot_budget={budget!r} must be at least {least}, or one of {_LAYOUTS}")
+        source = next((name for name in ("seed", "uniforms") if name in extra), None)
+        if source and (config.num_beams or 1) > 1:
+            raise ValueError(f"{source}= cannot be combined with num_beams={config.num_beams}")
+        if source == "seed" and config.do_sample and options.schedule == "adaptive" and rule != "coupled":
+            raise ValueError(f"seed= with verification={rule!r} cannot be repeated with the schedule 'adaptive'")
+        if extra.get("uniforms") is not None:
+            uniforms = extra["uniforms"] = torch.as_tensor(extra["uniforms"])
+            if source == "seed" or not config.do_sample or rule != "coupled":
+                raise ValueError("uniforms= fixes tokens with do_sample and verification='coupled', without seed=")
+            if not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+                raise ValueError("uniforms must lie in [0, 1)")
+        needs_loop = bool(config.do_sample and source)
+        return replace(options, verification=rule, extra=extra, needs_our_loop=needs_loop)
 
     def start(self, options: DraftOptions) -> ParallelSession:
         return ParallelSession(self.config, options, make_uniforms(options), self.slot_distribution)
@@ -123,42 +122,11 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
       (`config.sampling`), not transformers' own.
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call transformers' `generate`, with the options above."""
-        if getattr(kwargs.get("generation_config"), "is_assistant", None):
-            raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
-        return super().generate(*args, **kwargs)
-
-
-def _check_options(options: CallOptions, config: GenerationConfig, own: PTPConfig) -> None:
-    """Refuse slots that draft nothing, and uniforms and seeds where they would not fix tokens."""
-    extra, rule = untyped(options.extra), options.verification
-    budget, uniforms, least = extra.get("slot_budget", _LAYOUTS[0]), extra.get("uniforms"), 1 + own.predicts_first
-    source = next((name for name in ("seed", "uniforms") if name in extra), None)
-    is_fixing = config.do_sample and rule == "coupled"
-    low, high = (
-        (0.0, 0.0) if uniforms is None or not uniforms.numel() else (float(uniforms.min()), float(uniforms.max()))
-    )
-    by_clock = source == "seed" and config.do_sample and options.schedule == "adaptive" and rule != "coupled"
-    refuse(
-        [
-            (
-                budget not in _LAYOUTS and (type(budget) is not int or budget < least),
-                f"slot_budget={budget!r} must be a whole number of at least {least}, or one of {_LAYOUTS}",
-            ),
-            (
-                uniforms is not None and not is_fixing,
-                "uniforms= fixes tokens with do_sample and verification='coupled'",
-            ),
-            (uniforms is not None and "seed" in extra, "give uniforms= or seed=, not both"),
-            (not (low >= 0 and high < 1), f"uniforms must lie in [0, 1), not in [{low:g}, {high:g}]"),
-            (source and (config.num_beams or 1) > 1, f"{source}= cannot be combined with num_beams={config.num_beams}"),
-            (
-                by_clock,
-                f"seed= with verification={rule!r} cannot be repeated with a schedule by the clock ('adaptive')",
-            ),
-        ]
-    )
+    def sampling_defaults(self, sources: Sources) -> Kwargs:
+        """Return what drafts were learned for, where a call samples and sets no temperature, top-k or top-p."""
+        learned = self.config.sampling
+        is_set = any(first_set(name, sources) is not None for name in learned)
+        return {} if is_set or not first_set("do_sample", sources) else dict(learned)
 
 
 class ParallelAssistant(ParallelDrafter, AssistantDrafter):
@@ -166,10 +134,6 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 
     The larger model verifies: the output is its own, by every rule. With `verification="coupled"` and a seed or
     uniforms, it is that of sequential inverse-CDF decoding by the larger model alone.
-
-    Args:
-        model: A `PTPForCausalLM`.
-        vocab_size: See `AssistantDrafter`.
 
     Example:
         >>> small.attach(large)
@@ -186,22 +150,14 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         return cast(PTPConfig, self.model.config)
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
-        return untyped(self.model).slot_distribution(states, before)
+        return cast(Any, self.model).slot_distribution(states, before)
 
     @property
     def window(self) -> int:
-        """The longest draft and one: a slot drafts a token each, and the last token where slots give distributions."""
-        return self.config.num_slots + 1 + (not self.config.predicts_first)
+        """The longest draft and one: slots draft a token each, as does the last token before distributions."""
+        return self.config.num_slots + 1 + (not self.config.is_one_hot)
 
-    def longest_draft(self) -> int:
-        return self.window - 1
-
-    def default_draft(self) -> int:
-        return self.longest_draft()
-
-    def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
-        """Return none: an assistant does not change the distribution of its target."""
-        return {}
+    longest_draft, default_draft = BaseDrafter.longest_draft, BaseDrafter.default_draft
 
     def start(self, options: DraftOptions) -> SeparateSession:
         return SeparateSession(self.model, options, make_uniforms(options), self.shared_with(options.backbone))

@@ -1,4 +1,4 @@
-"""Masks and positions of completions packed after their sequences; checks of inputs and of backbones.
+"""What slots read; masks and positions of completions packed after their sequences; checks of backbones.
 
 A sequence is [tokens 0..T-1 | completion 0, slots 0..L-1 | completion 1, ...]. `documents` [B, T] numbers the document
 of each token, 0 for padding; it may be an ordinary attention mask.
@@ -10,18 +10,39 @@ from inspect import signature
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...configuration.fields import field, refuse
 from ...configuration.ptp import PTPConfig
 from ...generation.backbone.wrapped_models import has_own_cache
 from ...generation.tensors.masks import check_attention
-from ...generation.tensors.uniforms import uniform_features
 
-SLOT_PARTS = ("uniform_embedding", "mask_embedding", "sampler")
-"""Names of the modules other than the adapters; each variant has some of them."""
 GREEDY = -1.0
 """A value in place of a uniform that requests the most likely token."""
+
+
+def uniform_features(u: Tensor, kind: str, dim: int) -> Tensor:
+    """Return the features of uniforms, [..., dim] float32, as networks read them.
+
+    Args:
+        u: [...] in [0, 1], float32 (float64 for more digits).
+        kind: `"bits"`: the 32 bits of u as a float32, most significant first (PTP paper, Eq. 14); `"arithmetic"`:
+            1{frac(u 2^(i-1)) < 1/2} for i = 1..dim, the complements of its binary digits; `"threshold"`:
+            1{u <= i / dim}; `"scalar"`: u itself; `"interpolate"`: weights of three anchors at 0, 1/2 and 1.
+        dim: Number of features: 32 for `"bits"`, 1 for `"scalar"`, 3 for `"interpolate"`.
+    """
+    if kind == "bits":
+        shifts = torch.arange(31, -1, -1, device=u.device, dtype=torch.int32)  # [32]
+        return ((u.float().contiguous().view(torch.int32)[..., None] >> shifts) & 1).float()  # [..., 32]
+    if kind == "scalar":  # [..., 1]
+        return u.float()[..., None]
+    steps = torch.arange(1, dim + 1, device=u.device, dtype=torch.float64)  # [dim]
+    if kind == "arithmetic":
+        return ((u.double()[..., None] * 2 ** (steps - 1)).frac() < 0.5).float()  # [..., dim]
+    if kind == "threshold":  # [..., dim]
+        return (u.double()[..., None] <= steps / dim).float()
+    # "interpolate": hat functions around the anchors at 0, 1/2 and 1
+    return (1 - (2 * u.double()[..., None] - (steps - 1)).abs()).clamp(min=0).float()
 
 
 class _WideLinear(nn.Linear):
@@ -34,15 +55,14 @@ class _WideLinear(nn.Linear):
 
 
 class _GreedyEmbedding(nn.Embedding):
-    """The one embedding that requests the most likely token; its forward reads it, so that weights may be offloaded."""
+    """The embedding that requests the most likely token, for uniforms that are `GREEDY`."""
 
     def forward(self, uniforms: Tensor, embeds: Tensor) -> Tensor:
-        """Return `embeds` [B, A, H], replaced where uniforms [B, A] are `GREEDY`."""
         return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)  # [B, A, H]
 
 
 class UniformEmbedding(nn.Module):
-    """Embeds uniforms: features, then a projection to `hidden_size`."""
+    """Embeds uniforms [B, A], which stay float32 until they are features: a projection to [B, A, hidden_size]."""
 
     def __init__(self, config: PTPConfig, hidden_size: int) -> None:
         super().__init__()
@@ -56,78 +76,67 @@ class UniformEmbedding(nn.Module):
         self.greedy = _GreedyEmbedding(1, hidden_size) if config.greedy else None
 
     def forward(self, uniforms: Tensor) -> Tensor:
-        """Embed uniforms [B, A], which stay float32 until they are features; [B, A, H] in the dtype of the weights."""
         with torch.autocast(uniforms.device.type, enabled=False):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))  # [B, A, H]
             return embeds if self.greedy is None else self.greedy(uniforms, embeds)
 
 
-def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | None]:
-    """Return new modules by the names of `SLOT_PARTS`; None where a variant has none."""
-    return {
-        "uniform_embedding": UniformEmbedding(config, hidden_size) if config.reads_uniforms else None,
-        "mask_embedding": None if config.reads_uniforms else nn.Embedding(config.num_slots, hidden_size),
-        "sampler": Sampler(hidden_size) if config.has_sampler else None,
-    }
-
-
 class Sampler(nn.Sequential):
-    """MLP([e(x_{i-1}); z_i]): two times Linear, SiLU, LayerNorm, the first from 2 d to d = `hidden_size`.
-
-    The unembedding of its output is the distribution of x_i, so that those of a group of slots are sequential.
-    """
+    """MLP([e(x_{i-1}); z_i]), [..., d]: what the unembedding reads for x_i, of a slot's state and the token before."""
 
     def __init__(self, hidden_size: int) -> None:
-        blocks = [
-            (nn.Linear(width, hidden_size), nn.SiLU(), nn.LayerNorm(hidden_size))
-            for width in (2 * hidden_size, hidden_size)
-        ]
-        super().__init__(*(layer for block in blocks for layer in block))
+        first, second = (nn.Linear(width, hidden_size) for width in (2 * hidden_size, hidden_size))
+        norms = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
+        super().__init__(first, nn.SiLU(), norms[0], second, nn.SiLU(), norms[1])
 
     def forward(self, states: Tensor, before: Tensor) -> Tensor:
-        """Return what the unembedding reads, [..., d], of slots' `states` and embeddings of the tokens `before`."""
         both = torch.broadcast_tensors(before, states)
         inputs = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)  # [..., 2 d]
         return super().forward(inputs).to(states.dtype)
 
 
-def check_config(config: PreTrainedConfig, reads_logits: bool = False) -> None:
-    """Refuse sliding windows, layers without full attention, and scaled or capped logits that drafts are read off."""
+class SlotPartsMixin(nn.Module):
+    """The modules other than the adapters, by the variant of a configuration."""
+
+    uniform_embedding: UniformEmbedding | None
+    mask_embedding: nn.Embedding | None
+    sampler: Sampler | None
+
+    def add_slot_parts(self, config: PTPConfig, hidden_size: int) -> None:
+        self.uniform_embedding = UniformEmbedding(config, hidden_size) if config.reads_uniforms else None
+        self.mask_embedding = None if config.reads_uniforms else nn.Embedding(config.num_slots, hidden_size)
+        self.sampler = Sampler(hidden_size) if config.has_sampler else None
+
+    def slot_parts(self) -> dict[str, nn.Module]:
+        parts = {name: getattr(self, name) for name in ("uniform_embedding", "mask_embedding", "sampler")}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def check_backbone(backbone: PreTrainedModel, reads_logits: bool = False) -> None:
+    """Refuse a model that cannot carry auxiliary positions, or whose logits, which drafts are read off, are changed."""
+    config, takes = backbone.config, signature(backbone.get_decoder().forward).parameters
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
     slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
-    name, needed = config.model_type, "auxiliary positions need a backbone with full attention in every layer"
-    others = kinds - {"full_attention"}
-    refuse([(slides, f"{name}: sliding_window={window}; {needed}"), (others, f"{name}: layers of {others}; {needed}")])
-    for change in ("final_logit_softcapping", "logit_scale", "logits_scaling") if reads_logits else ():
-        if (value := field(config, change)) not in (None, 1.0):
-            raise ValueError(f"{name}: {change}={value}; logits must be lm_head's own")
-
-
-def check_model(backbone: PreTrainedModel) -> None:
-    """Refuse a model with a recurrent state, positions that cannot be chosen, or attention without dense masks."""
-    name, takes = backbone.config.model_type, signature(backbone.get_decoder().forward).parameters
+    others, needed = kinds - {"full_attention"}, "auxiliary positions need full attention in every layer"
     reasons = [
+        (slides, f"sliding_window={window}; {needed}"),
+        (others, f"layers of {others}; {needed}"),
         (has_own_cache(backbone), "its attention has its own cache and takes no dense masks"),
-        (backbone._is_stateful, "a recurrent state cannot be cropped; only full attention can be verified"),
-        ("position_ids" not in takes, "its forward takes no position_ids, which auxiliary positions need"),
+        (backbone._is_stateful, "a recurrent state cannot be cropped, so that nothing can be verified"),
+        ("position_ids" not in takes, "its forward takes no position_ids"),
     ]
-    refuse((refused, f"{name}: {reason}") for refused, reason in reasons)
-    check_attention(backbone.config, "auxiliary positions")
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if reads_logits else ():
+        value = field(config, name)
+        reasons.append((value not in (None, 1.0), f"{name}={value}; logits must be lm_head's own"))
+    refuse((refused, f"{config.model_type}: {reason}") for refused, reason in reasons)
+    check_attention(config, "auxiliary positions")
 
 
 def packed_mask(documents: Tensor, starts: Tensor, slots: int) -> Tensor:
-    """Return the visibility between tokens and auxiliary positions, with several completions per sequence.
+    """Return what tokens [B, T] and the L `slots` of completions at columns `starts` [B, C] see of each other, bool.
 
-    Tokens see the tokens of their document up to themselves. Slot k of L of a completion that starts at column s sees
-    the tokens of the same document before s, and the slots 0..k of its own completion.
-
-    Args:
-        documents: [B, T] int64.
-        starts: [B, C] int64, the columns that completions start at.
-        slots: L.
-
-    Returns:
-        [B, 1, T + C L, T + C L] bool.
+    Tokens see the tokens of their document up to themselves; slot k of a completion that starts at column s sees the
+    tokens of the same document before s, and the slots 0..k of its own completion.
     """
     batch, tokens = len(documents), token_mask(documents)[:, 0]
     own = torch.ones(slots, slots, dtype=torch.bool, device=documents.device).tril()  # [L, L]
@@ -145,7 +154,7 @@ def token_mask(documents: Tensor) -> Tensor:
 
 
 def context_mask(documents: Tensor, starts: Tensor) -> Tensor:
-    """Return the columns that completions continue: those of the same document before each start, [B, C, T] bool."""
+    """Return the columns of the same document before each start, [B, C, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     own = documents.gather(1, starts)[..., None]  # [B, C, 1]
     return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)  # [B, C, T]
@@ -175,11 +184,3 @@ def packed_positions(
     order = torch.arange(slots, device=documents.device) + offset  # [L], or [B, 1, L]
     after = (own.gather(1, starts)[..., None] + order).flatten(1)  # [B, C L]
     return torch.cat([own, after], dim=1).clamp(min=0)
-
-
-def has_slots(config: PTPConfig, uniforms: Tensor | None, masks: Tensor | None) -> bool:
-    """Return whether a forward has slots; refuse inputs of another variant."""
-    name, slots, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
-    if other is not None:
-        raise ValueError(f"variant={config.variant!r}: slots are passed as {name}=, and nothing else")
-    return slots is not None

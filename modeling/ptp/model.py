@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from ...generation.backbone.wrapped_models import (
     fingerprint,
     merged_copy,
     same_backbone,
-    untyped,
 )
 from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS
@@ -32,20 +31,24 @@ from ...generation.tensors.masks import additive_mask, selected_positions
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import check_index
 from ..common.loading import StrictLoadingMixin
-from ..common.outputs import OwnLossMixin, PTPOutput
+from ..common.online import OwnLossMixin
+from ..common.outputs import PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .conversion import OfficialRun, write_run
 from .gated_lora import ADAPTER, Gate, opened, preserve_gates
 from .generation import ParallelAssistant, ParallelGenerationMixin
-from .inputs import SLOT_PARTS, Sampler, UniformEmbedding, check_config, check_model, has_slots, slot_parts
-
-_RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
-_OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
+from .inputs import SlotPartsMixin, check_backbone
 
 
 class PTPForCausalLM(
-    OwnLossMixin, StrictLoadingMixin, PicklableMixin, WrapperMixin, ParallelGenerationMixin, PreTrainedModel
+    OwnLossMixin,
+    StrictLoadingMixin,
+    PicklableMixin,
+    WrapperMixin,
+    SlotPartsMixin,
+    ParallelGenerationMixin,
+    PreTrainedModel,
 ):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
@@ -54,15 +57,7 @@ class PTPForCausalLM(
     context of s tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
     `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the distribution of token s + k +
     1, at position s + k. `"mask"` (masked prediction, Samragh et al. 2025): as `"categorical"`, but slot k reads the
-    learned mask k and no uniform, and a sampler head makes the distribution of its token from its state and the token
-    before.
-
-    Args:
-        config: Configuration, with the backbone's inside.
-
-    Raises:
-        ValueError: A backbone that cannot carry auxiliary positions exactly (sliding windows, recurrent states,
-            positions that cannot be chosen, attention without dense masks).
+    learned mask k, and a sampler head makes the distribution of its token from its state and the token before.
 
     Example:
         >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
@@ -72,9 +67,6 @@ class PTPForCausalLM(
     own_trainer = "PTPSFTTrainer"
     config: PTPConfig
     config_class = PTPConfig
-    uniform_embedding: UniformEmbedding | None
-    mask_embedding: nn.Embedding | None
-    sampler: Sampler | None
     remote_classes = {"AutoModelForCausalLM": "PTPForCausalLM"}
     takes_shares = True
     base_model_prefix = "backbone"
@@ -84,23 +76,18 @@ class PTPForCausalLM(
     def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
         if config.backbone_config is None:
             raise ValueError("PTPConfig needs a backbone_config")
-        check_config(config.backbone_config, reads_logits=True)
         attention = None if backbone is None else backbone.config._attn_implementation
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
         if attention is not None:  # the new model resets it as well
             self.backbone.config._attn_implementation = attention
-        check_model(self.backbone)
-        parts = slot_parts(config, config.backbone_config.hidden_size)
-        for name, part in parts.items():
-            setattr(self, name, part)
-        own = {name for name, part in parts.items() if part is not None}
-        self._keep_in_fp32_modules_strict = {"lora_A", "lora_B", *own}  # bfloat16 would round their steps away
-        head = self.backbone.get_output_embeddings()
+        check_backbone(self.backbone, reads_logits=True)
+        self.add_slot_parts(config, config.backbone_config.hidden_size)
+        self._keep_in_fp32_modules_strict = {"lora_A", "lora_B", *self.slot_parts()}  # bfloat16 rounds steps away
         from .gated_linear import gate_linears  # with peft
 
-        gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
+        gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=self.backbone.get_output_embeddings())
         self.post_init()
 
     @classmethod
@@ -118,10 +105,6 @@ class PTPForCausalLM(
             **options: Further fields of `PTPConfig`. Defaults learn fast: `features="arithmetic"`,
                 `projection="mlp"`, `lora_rank=64`, `greedy=True`; `sampling` is by default what the model's generation
                 config sets.
-
-        Raises:
-            TypeError: An option that is no field of `PTPConfig`.
-            ValueError: A backbone that cannot carry auxiliary positions exactly, or whose adapters cannot be merged.
         """
         check_options(options, PTPConfig, "PTPForCausalLM.from_backbone", ("backbone_config",))
         loads = isinstance(model_or_path, (str, PathLike))
@@ -129,15 +112,15 @@ class PTPForCausalLM(
             check_index(model_or_path)
         base = AutoModelForCausalLM.from_pretrained(model_or_path) if loads else merged_copy(model_or_path)
         attention = base.config._attn_implementation
-        sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
-        options = {"source_fingerprint": fingerprint(base)} | options
-        options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
+        set_there = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
+        sampling = {name: value for name, value in set_there.items() if value is not None}
+        options = {"source_fingerprint": fingerprint(base), "sampling": sampling} | options
         divided = vars(base.config).pop("distributed_config", None)  # where `Trainer` reads it, and nothing is saved
         config = PTPConfig(backbone_config=base.config, **_recommended({"variant": variant} | options))
         config.distributed_config = divided
         base.config._attn_implementation = attention  # the config around it resets it
         model = cls(config, base)
-        for part in model.slot_parts():
+        for part in model.slot_parts().values():
             part.to(device=base.device, dtype=torch.promote_types(base.dtype, torch.float32))
         model.generation_config = base.generation_config
         model.train_only("drafter")
@@ -160,11 +143,6 @@ class PTPForCausalLM(
                 run's `model_id`.
             checkpoint: The name of a `.ckpt` of the run; None: the best one, as last.ckpt records it, or last.ckpt.
             ignore_fields: Names of fields of train.yaml that are not known here, and that are to be passed over.
-
-        Raises:
-            ValueError: What this library does not have, by the name of its field in train.yaml; missing or unknown
-                tensors, other shapes, another backbone than the checkpoint's.
-            FileNotFoundError: No train.yaml, or no checkpoint.
         """
         run = OfficialRun(Path(folder), checkpoint, ignore_fields)
         model = cls.from_backbone(run.backbone(backbone), **run.options)
@@ -172,45 +150,32 @@ class PTPForCausalLM(
         return model
 
     def export(self, folder: str | PathLike, layout: str = "official") -> None:
-        """Write a run of the public PTP code: train.yaml, and a checkpoint of the adapters and the embedding.
-
-        Raises:
-            ValueError: Another `layout`, or fields that it cannot hold; a backbone that is trained, or has no name.
-        """
+        """Write a run of the public PTP code: train.yaml, and a checkpoint of the adapters and the embedding."""
         recorded, actual = self.config.source_fingerprint, fingerprint(self.backbone)
         if self.trains_backbone or (recorded and actual and not same_backbone(recorded, actual)):
             raise ValueError(f"layout={layout!r} names a backbone, and holds none: this one was trained, or is trained")
         adapters = {name: each for name, each in self.backbone.state_dict().items() if ".lora_" in name}
-        slots = {name: each for name, each in self.state_dict().items() if name.startswith(SLOT_PARTS)}
+        slots = {name: each for name, each in self.state_dict().items() if name.startswith(tuple(self.slot_parts()))}
         write_run(folder, layout, self.config, adapters | slots, self.backbone.config.name_or_path, self.backbone.dtype)
 
     def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and slot embeddings."""
-        if part not in ("all", "drafter", "student"):
+        """Choose what is trained: `"all"`, or `"drafter"`: adapters and slot embeddings."""
+        if part not in ("all", "drafter"):
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(part == "all" or f".{ADAPTER}." in name)
-        for module in self.slot_parts():
+        for module in self.slot_parts().values():
             module.requires_grad_(True)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return nothing: adapters within layers of the backbone draft, and have float32 for every dtype of it."""
-        return {}
-
-    def slot_parts(self) -> list[nn.Module]:
-        """Return the modules other than the adapters: the embedding of uniforms; or masks, and their sampler head."""
-        parts = (self.uniform_embedding, self.mask_embedding, self.sampler)
-        return [part for part in parts if part is not None]
+        return {}  # adapters within layers of the backbone draft, and have float32 for every dtype of it
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
-        """Return the distribution of the tokens that a group of slots predicts.
+        """Return the distribution of the tokens that L slots predict: sequential where there is a sampler head.
 
         Args:
             states: [..., L, D] of the slots, after the final norm.
             before: [...] int64, the token before those that they predict.
-
-        Returns:
-            A distribution of L tokens: sequential where there is a sampler head, else independent.
         """
         head, embed, sampler = self.get_output_embeddings(), self.get_input_embeddings(), self.sampler
         if sampler is None:
@@ -224,8 +189,8 @@ class PTPForCausalLM(
     @property
     def trains_backbone(self) -> bool:
         """Whether anything but the student's own parts is trained."""
-        parameters = self.backbone.named_parameters()
-        return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
+        named = self.backbone.named_parameters()
+        return any(parameter.requires_grad for name, parameter in named if f".{ADAPTER}." not in name)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
@@ -252,8 +217,6 @@ class PTPForCausalLM(
     ) -> PTPOutput:
         """Return logits of the tokens (the backbone's own) and of the auxiliary positions after them.
 
-        Arguments that are not named here are those of models of transformers.
-
         Args:
             attention_mask: [B, past + T], 0 for padding; or visibility [B, 1, T + A, past + T + A] bool.
             position_ids: [B or 1, T + A]. By default the slots follow the last token, as one completion.
@@ -266,24 +229,19 @@ class PTPForCausalLM(
             masks: [B or 1, A] int64 in [0, num_slots), the mask that each slot reads, in place of `uniforms`.
             **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
                 `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
-
-        Returns:
-            `logits` [B, T + A, V]; or `read`, the result of the function of that name.
         """
         cache = given_cache(cache, past_key_values)
-        loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
+        shift_labels, num_items = (kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch"))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        tokens = embeds.shape[1]
-        is_slotted = has_slots(self.config, uniforms, masks)
-        if is_slotted:
-            embeds = self.with_slots(embeds, uniforms, masks)
+        tokens, has_slots = embeds.shape[1], uniforms is not None or masks is not None
+        embeds = self.with_slots(embeds, uniforms, masks)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, cache)
         if self.backbone.training and checkpoints_activations(self.backbone):
             preserve_gates(self.backbone)
-        with checkpointing_paused(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
+        with checkpointing_paused(self), opened(Gate(tokens, embeds.shape[1]) if has_slots else None):
             outputs = self.backbone.get_decoder()(
                 inputs_embeds=embeds,
                 attention_mask=dense_mask(attention_mask, embeds),
@@ -294,9 +252,13 @@ class PTPForCausalLM(
                 **kwargs,
             )
         hidden, head = outputs.last_hidden_state, self.get_output_embeddings()
-        logits = None if read else head(selected_positions(hidden, logits_to_keep))
+        logits, loss = None if read else head(selected_positions(hidden, logits_to_keep)), None
+        if logits is not None and (labels is not None or shift_labels is not None):
+            targets = depth_targets(labels, 1, shift_labels=shift_labels)[..., 0].contiguous()
+            targets = check_targets(targets, self.config.vocab_size)
+            loss = self.loss_function(logits[:, :tokens], None, self.config.vocab_size, num_items, shift_labels=targets)
         return PTPOutput(
-            loss=None if logits is None else self._loss(logits[:, :tokens], labels, **loss_options),
+            loss=loss,
             logits=logits,
             **{CACHE: cache_of(outputs)},
             hidden_states=outputs.hidden_states,
@@ -305,8 +267,16 @@ class PTPForCausalLM(
         )
 
     def with_slots(self, embeds: Tensor, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
-        slots = self._embedded(uniforms, masks)
-        return torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)  # [B, T + A, D]
+        """Return embeddings of tokens and of the slots after them, [B, T + A, D]; refuse slots of another variant."""
+        name, slots, other = ("uniforms", uniforms, masks) if self.config.reads_uniforms else ("masks", masks, uniforms)
+        if other is not None:
+            raise ValueError(f"variant={self.config.variant!r}: slots are passed as {name}=, and nothing else")
+        if slots is None:
+            return embeds
+        if slots.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(f"uniforms have dtype {slots.dtype}, whose bits are too few: pass float32")
+        embedding = cast(nn.Module, self.uniform_embedding or self.mask_embedding)
+        return torch.cat([embeds, embedding(slots).to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
 
     def attach(
         self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
@@ -317,70 +287,33 @@ class PTPForCausalLM(
             backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, that within.
             default: Whether it also drafts where a call names no `assistant_model`.
             vocab_size: How many ids mean the same token in both, where they are padded otherwise.
-
-        Raises:
-            ValueError: Another vocabulary, or an encoder-decoder.
         """
         return ParallelAssistant(self, vocab_size).attach(backbone, default)
 
-    def _embedded(self, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
-        """Return the embeddings of the slots, [B or 1, A, D]."""
-        if masks is not None and self.mask_embedding is not None:
-            return self.mask_embedding(masks)
-        if uniforms is None or self.uniform_embedding is None:
-            raise ValueError(f"variant={self.config.variant!r}: slots have neither uniforms nor masks to read")
-        if uniforms.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"uniforms have dtype {uniforms.dtype}; pass float32 or float64, fewer bits are too coarse"
-            )
-        if not self.config.informative:
-            uniforms = torch.full_like(uniforms, 0.5)
-        return self.uniform_embedding(uniforms)
-
-    def _loss(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        num_items_in_batch: Tensor | int | None,
-    ) -> Tensor | None:
-        """Return the backbone's own loss, from logits of all tokens."""
-        if labels is None and shift_labels is None:
-            return None
-        size, targets = self.config.vocab_size, depth_targets(labels, 1, shift_labels=shift_labels)[..., 0]
-        if (columns := targets.shape[1]) != logits.shape[1]:
-            raise ValueError(f"labels have {columns} columns, but there are logits of {logits.shape[1]} tokens")
-        targets = check_targets(targets.contiguous(), size)
-        return self.loss_function(logits, None, size, num_items_in_batch, shift_labels=targets)
-
     def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Kwargs:
-        """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
-        return untyped(self.backbone).prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+        backbone = cast(Any, self.backbone)  # transformers looks for `inputs_embeds` in this signature
+        return backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
         past = 0 if cache is None else cache.get_seq_length()
-        order = torch.arange(embeds.shape[1], device=embeds.device)  # [T + A]
-        if self.config.variant == "one_hot":  # slot 0 shares the position of the last token
-            order = order - (order >= tokens).long()
         if attention_mask is None or attention_mask.dim() != 2:
-            return (order + past)[None]
-        real = attention_mask.long()
-        begun = real[:, :past].sum(1)[:, None]  # [B, 1]
-        own = begun + real[:, past : past + tokens].cumsum(1) - 1  # [B, T]
-        after = own[:, -1:] + 1 + order[None, tokens:] - tokens  # [B, A]
-        return torch.cat([own, after], dim=1).clamp(min=0)  # [B, T + A]
+            attention_mask = embeds.new_ones(1, past + tokens)
+        numbers = attention_mask[:, : past + tokens].long().cumsum(1)  # [B, past + T]
+        order = torch.arange(embeds.shape[1] - tokens, device=embeds.device)  # [A]
+        # a one-hot slot 0 shares the position of the last token
+        slots = numbers[:, -1:] - int(self.config.is_one_hot) + order
+        return torch.cat([numbers[:, past:] - 1, slots], dim=1).clamp(min=0)  # [B, T + A]
 
 
 def _recommended(options: Kwargs) -> Kwargs:
     """Return the options of a new student with their defaults; alpha defaults to the rank."""
-    chosen = _RECOMMENDED | options
+    rank = options.get("lora_rank", 64)
+    defaults: Kwargs = {"lora_rank": rank, "lora_alpha": rank}
     if options["variant"] != "mask":
-        chosen = _OF_UNIFORMS | {"greedy": options.get("informative", True)} | chosen
-    if "lora_rank" in options and "lora_alpha" not in options:
-        chosen["lora_alpha"] = options["lora_rank"]
-    if "features" in options and options["features"] != "arithmetic" and "projection" not in options:
-        chosen["projection"] = "linear"
-    return chosen
+        features = options.get("features", "arithmetic")
+        projection = "mlp" if features == "arithmetic" else "linear"
+        defaults |= {"features": features, "projection": projection, "greedy": True}
+    return defaults | options
 
 
 def dense_mask(mask: Tensor | None, embeds: Tensor) -> Tensor | None:

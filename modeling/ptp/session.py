@@ -1,22 +1,18 @@
 """Parallel token prediction: one forward verifies the pending drafts and makes the next ones.
 
-Auxiliary slots follow the bonus token and the drafts, one uniform each: a group of them for every number of drafts that
-may be accepted. The uniform of an output position belongs to that position, so where the target picks with the uniforms
-that the drafts were made from, the output is that of sequential inverse-CDF decoding, for any drafts of the student
-(PTP paper, Theorem 1 and Algorithm 1; here all accepted drafts bring one more token).
-
-Slots may be masks, too (masked prediction, arXiv 2507.11851): they read no uniforms, which then only pick the drafts.
-
 One forward reads [bonus token | drafts | groups of slots]. Group d follows the bonus token and the first d drafts, for
-the case that exactly those are accepted; it has its own slots, one uniform each.
+the case that exactly those are accepted; its slots have one uniform each. The uniform of an output position belongs to
+that position, so where the target picks with the uniforms that the drafts were made from, the output is that of
+sequential inverse-CDF decoding, for any drafts of the student (PTP paper, Theorem 1 and Algorithm 1; here all accepted
+drafts bring one more token). Masks (masked prediction, arXiv 2507.11851) read no uniforms, which only pick the drafts.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import nlargest
 from typing import Any, cast
 
 import torch
@@ -25,11 +21,11 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
-from ...configuration.ptp import PTPConfig
+from ...configuration.fields import learned_positions
+from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.assistant.session import AssistantSession, SharedVocabulary
 from ...generation.backbone.cache import block_mask
 from ...generation.backbone.target import RaggedBackbone
-from ...generation.backbone.wrapped_models import untyped
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
@@ -56,15 +52,12 @@ class SlotLayout:
     """Slots of one forward, the same for all sequences of a batch.
 
     Attributes:
-        sizes: Slots per group 0..m, for one vector.
-        branch: [A] int64, the branch that each slot follows.
-        group: [A] int64, its group.
+        sizes: Slots per group 0..m, for one vector; on the device, `counts` [m + 1].
+        branch: [A] int64, the branch that each slot follows; its `group` and `index_in_group`.
         vector: [A] int64, its vector of uniforms; 0 for the slots that all vectors share.
-        index_in_group: [A] int64.
         order: [F + A] int64, how far each position of the forward is after the bonus token; F = 1 + branches m.
         new: [F + A, F + A] bool, the mask of these positions.
         index: [branches, m + 1, vectors, longest] int64, the slots of every vector; arbitrary where there is none.
-        counts: [m + 1] int64, slots per group, for one vector.
     """
 
     sizes: tuple[int, ...]
@@ -118,34 +111,21 @@ def split_budget(
     tokens of a draft of k, with `survival` S_j the probability of accepting j (the last one applies to all after it).
     Where a group's first slot repeats the target's pick (one-hot), it drafts nothing, and a group of k slots is worth
     H(k - 1). All groups share H, which is concave: if k groups are opened, they are those of the k greatest A_d, and
-    the rest goes slot by slot to where it gains most; a group has at most `longest`.
+    the rest are the slots that gain most; a group has at most `longest`.
     """
+    price = int(repeats_pick)
     reach = [1.0, *(survival[min(d, len(survival) - 1)] for d in range(drafted)), 0.0]
     ends = [reach[d] - reach[d + 1] for d in range(drafted + 1)]
     order = sorted(range(drafted + 1), key=lambda d: -ends[d])
     best, best_value = [0] * (drafted + 1), -1.0
     for opened in range(1, min(drafted + 1, budget) + 1) if repeats_pick else (drafted + 1,):
-        sizes, value = _fill(budget, longest, survival, ends, order[:opened], int(repeats_pick))
+        worth = [survival[min(k, len(survival) - 1)] for k in range(longest - price)]
+        gains = nlargest(budget - price * opened, ((ends[d] * share, d) for d in order[:opened] for share in worth))
+        value, groups = sum(gain for gain, _ in gains), [d for _, d in gains]
         if value > best_value + 1e-12:
-            best, best_value = sizes, value
+            counts = [groups.count(d) for d in range(drafted + 1)]
+            best, best_value = [count and count + price for count in counts], value
     return best
-
-
-def _fill(
-    budget: int, longest: int, survival: tuple[float, ...], ends: list[float], opened: list[int], price: int
-) -> tuple[list[int], float]:
-    """Return sizes, and their value, if the `opened` groups cost `price` slots each before the first that drafts."""
-    sizes, value = [0] * len(ends), 0.0
-    heap = [(-ends[d] * survival[0], d) for d in opened]
-    heapq.heapify(heap)
-    for _ in range(min(budget, longest * len(opened)) - price * len(opened)):
-        gain, d = heapq.heappop(heap)
-        sizes[d], value = (sizes[d] or price) + 1, value - gain
-        if sizes[d] < longest:
-            heapq.heappush(heap, (-ends[d] * survival[min(sizes[d] - price, len(survival) - 1)], d))
-        if not heap:
-            break
-    return sizes, value
 
 
 @dataclass
@@ -154,8 +134,7 @@ class AuxiliaryPositions:
 
     Attributes:
         inputs: Inputs of the backbone beside ids: the slots' `uniforms`, or `masks`.
-        positions: [F + A] int64, how far every position of the forward is after the bonus token.
-        mask: [F + A, F + A] bool, their mask.
+        positions: [F + A] int64, how far every position is after the bonus token; `mask` is theirs.
         last_position: Last entry of the backbone's table of positions; None where there is none.
         most: The most slots of a forward of this call.
     """
@@ -185,19 +164,11 @@ class ParallelSession(DraftSession):
 
     A run with a seed `is_deterministic` where drafts are verified by their length, which neither the length limit nor
     other sequences may change. Where shapes are fixed (`is_fixed`), slots are split by the acceptance that is expected
-    at first, and a draft is made in every cycle, whoever has slots for one.
-
-    Args:
-        config: Of the student.
-        options: Of the call; `extra["slot_budget"]` is the number of slots in every forward.
-        uniforms: Of the output positions.
-        distribution: The distribution of a group of slots, from their states and the token before
-            (`PTPForCausalLM.slot_distribution`); read where the config has a sampler head.
+    at first, and a draft is made in every cycle, whoever has slots for one. Drafts have `many` vectors of uniforms.
     """
 
     lookahead = 1
     many = 1
-    """Vectors of uniforms to draft from."""
 
     def __init__(
         self,
@@ -208,16 +179,18 @@ class ParallelSession(DraftSession):
     ) -> None:
         self.distribution = distribution if config.has_sampler else None
         self.config, self.options, self.uniforms = config, options, uniforms
-        self.is_one_hot = config.variant == "one_hot"
-        self.num_tokens = options.num_tokens
+        self.is_one_hot, self.num_tokens = config.is_one_hot, options.num_tokens
         # a one-hot slot 0 predicts what the target picks itself
         self.longest_group = min(config.num_slots, self.num_tokens + self.is_one_hot)
-        warps = options.processing.is_pointwise and not config.learns_warped_distribution
+        # drafts that were learned for a warped target need no warping
+        warps = options.processing.is_pointwise and config.sampling == SAMPLING
         self.warps = options.processing if warps else Processing(LogitsProcessorList())
         self.gives_probs = options.do_sample and not uniforms.stay
         self.rates = AcceptanceRates(self.num_tokens)
         self.is_deterministic = options.do_sample and "seed" in options.extra and not uniforms.stay
         self.some_lack_drafts = self.is_deterministic
+        table = learned_positions(config.backbone_config)
+        self.last_position = None if table is None else table - 1  # drafts beyond a table are beyond the end
         self.layout: SlotLayout | None = None
         self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.hidden_layers = None if self.distribution is None else -1
@@ -228,7 +201,6 @@ class ParallelSession(DraftSession):
         self.some_lack_drafts |= view.is_fixed
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return at most `length` of the drafts read last, and slots for as many next ones."""
         draft, q = tokens.ids[:, :0], None
         if self.pending is not None and length:
             slots, uniforms, exists, before = self.pending
@@ -257,15 +229,12 @@ class ParallelSession(DraftSession):
         positions = layout.order
         if not self.is_one_hot:
             positions = positions + (cached_arange(len(positions), positions.device) >= count)
-        table = self.config.learned_positions
-        last = None if table is None else table - 1  # drafts beyond a table of positions are beyond the end
         budget, groups = self.options.extra["slot_budget"], self.longest_group * (self.num_tokens + 1)
         most = self.many**2 * (groups if isinstance(budget, str) else min(budget, groups))
-        return AuxiliaryPositions(inputs, positions, layout.new, last, most)
+        return AuxiliaryPositions(inputs, positions, layout.new, self.last_position, most)
 
     def _sizes(self, drafted: int, length: int) -> list[int]:
-        """Return slots per group 0..m: a budget is split by acceptance; names select the layouts of the paper of
-        masks."""
+        """Return slots per group 0..m: a budget is split by acceptance; names are layouts of the paper of masks."""
         longest = min(self.longest_group, length + self.is_one_hot)
         budget = self.options.extra["slot_budget"]
         if budget == "quadratic":
@@ -278,11 +247,9 @@ class ParallelSession(DraftSession):
         return split_budget(budget, drafted, longest, survival, self.is_one_hot)
 
     def slot_uniforms(self, uniforms: Tensor) -> Tensor:
-        """Return the slots' inputs for the uniforms of their positions: greedy decoding has no use for them."""
         return uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
 
     def _draw(self, tokens: Sequences, count: int) -> None:
-        """Draw the uniforms of the next positions; those beyond the end are never read, nor any in greedy decoding."""
         table = self.uniforms.positions.table  # where shapes are fixed the verifier holds it
         if not self.is_fixed:
             self.uniforms.draw(tokens, count)
@@ -296,7 +263,6 @@ class ParallelSession(DraftSession):
         return self.uniforms.current[:, layout.group + layout.index_in_group]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Read the group of slots after the accepted drafts of each sequence."""
         self.pending, layout = None, self.layout
         if layout is None or outputs.auxiliary is None:
             return
@@ -339,7 +305,7 @@ class ParallelSession(DraftSession):
         """Return tokens, and their distributions where a rule needs them.
 
         Slots are logits [..., L, v], or states [..., L, D] for a sampler head, which reads the token `before` [...],
-        too; `uniforms` [..., L] pick. A draft that does not exist [..., L] is token 0, with probability 1.
+        too. A draft that does not exist [..., L] is token 0, with probability 1.
         """
         steps = iter(uniforms.unbind(-1))
         if self.distribution is not None:
@@ -355,15 +321,14 @@ class ParallelSession(DraftSession):
         if not self.gives_probs:
             return draft, None
         one_hot = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
-        return draft, one_hot if self.config.predicts_tokens else torch.where(exists[..., None], probs, one_hot)
+        return draft, one_hot if self.is_one_hot else torch.where(exists[..., None], probs, one_hot)
 
     def _pick(
         self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
         self.options.numbers.note(probs[..., 0])
         allowed = None if masks is None else masks.allowed(probs.shape, probs.device)
-        if self.config.predicts_tokens or not self.options.do_sample:
+        if self.is_one_hot or not self.options.do_sample:
             token = (probs if allowed is None else probs.masked_fill(~allowed, -1)).argmax(-1)
         else:
             probs = (warps or self.warps).warp(probs, allowed)
@@ -374,10 +339,9 @@ class ParallelSession(DraftSession):
 
 
 class SeparateSession(ParallelSession):
-    """The drafts of one call of `ParallelAssistant`.
+    """The drafts of one call of `ParallelAssistant`, whose model has its own cache, of accepted tokens.
 
-    The drafting model has its own cache, of accepted tokens: slots do not count. Sequences with different numbers of
-    new tokens are read alike: those with fewer read some tokens again.
+    `unread` tokens of every sequence are to be read; sequences with fewer than others read some again.
     """
 
     lookahead = 0
@@ -385,21 +349,17 @@ class SeparateSession(ParallelSession):
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
     ) -> None:
-        super().__init__(model.config, options, uniforms, distribution=untyped(model).slot_distribution)
+        super().__init__(model.config, options, uniforms, cast(Any, model).slot_distribution)
         self.takes_fixed, self.hidden_layers = False, None  # a sampler head reads states of its own model
         self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
-        self.unread: list[int] = []
-        """Tokens of every sequence that the drafting model has not read."""
+        self.unread = [2] * len(options.prompt)
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
-        """Read the prompt, all but its last token."""
         self.view = view
-        self.unread = [2] * len(self.options.prompt)
         if self.options.speculates:
             self.chain.begin(outputs, view)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return a chain of `length` tokens after every sequence, from one call."""
         if length < 1 or not self.options.speculates:
             self.uniforms.draw(tokens, 1)
             return DraftTree.chain(tokens.ids[:, :0])
@@ -409,30 +369,23 @@ class SeparateSession(ParallelSession):
             drawn = self.uniforms.fresh(length)
             self.uniforms.draw(tokens, length + 1)
         first, slots = (part.to(tokens.ids.device) for part in self._read(tokens, drawn, length))
-        return DraftTree.chain(*self._chosen(first, slots, drawn, self._masks(tokens)))
+        masks, exists = self._masks(tokens), torch.ones_like(drawn, dtype=torch.bool)  # [B, length]
+        if self.is_one_hot:
+            return DraftTree.chain(*self._drafts(slots, drawn, exists, masks=masks))
+        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)  # [B, v]
+        token, distribution = self._pick(distribution, drawn[:, 0], masks, self.options.processing)
+        draft, probs = token[:, None], distribution[:, None] if self.gives_probs else None  # [B, 1], [B, 1, V]
+        if slots.shape[1]:
+            others, after = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token, masks)
+            draft = torch.cat([draft, others], dim=1)
+            probs = None if probs is None or after is None else torch.cat([probs.to(after.dtype), after], dim=1)
+        return DraftTree.chain(draft, probs)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Count the new tokens; a sequence that has ended goes on with the others."""
         new = self.view.new_tokens
         self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
         if self.options.speculates:
             cast(RaggedBackbone, self.chain.target).layout.keep(new)
-
-    def _chosen(
-        self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and distributions of a draft, whose first token has logits [B, v]."""
-        exists = torch.ones_like(drawn, dtype=torch.bool)  # [B, length]
-        if self.is_one_hot:
-            return self._drafts(slots, drawn, exists, masks=masks)
-        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)  # [B, v]
-        token, distribution = self._pick(distribution, drawn[:, 0], masks, self.options.processing)
-        probs = distribution[:, None] if self.gives_probs else None  # [B, 1, V]
-        if slots.shape[1] == 0:
-            return token[:, None], probs
-        tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token, masks)
-        probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
-        return torch.cat([token[:, None], tokens], dim=1), probs
 
     def _pick(
         self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
@@ -446,9 +399,8 @@ class SeparateSession(ParallelSession):
         layout.block_offset = 2 - count  # the prompt was read up to its last token
         depths = layout.counts[:, None] + cached_range(layout.block_offset, count + slots, device)  # [B, count + slots]
         is_slot = (cached_arange(count + slots, device) >= count).long()  # [count + slots]
-        positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
-        if self.config.learned_positions is not None:
-            positions = positions.clamp(max=self.config.learned_positions - 1)
+        # a one-hot slot 0 stands where b does
+        positions = (depths - is_slot * self.is_one_hot).clamp(min=0, max=self.last_position)
         inputs: dict[str, Tensor] = {}
         if slots and self.config.reads_uniforms:
             inputs["uniforms"] = self.slot_uniforms(drawn[:, :slots]).to(device)

@@ -1,7 +1,6 @@
 """PTPStudent: the parts that add parallel token prediction to a backbone, saved without it.
 
-The backbone itself runs, with everything that happened to it since the student was attached: its adapters are hooks
-that are there while a call decodes.
+The backbone itself runs, with everything that happened to it since: adapters are hooks while a call decodes.
 """
 
 from __future__ import annotations
@@ -12,78 +11,64 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from os import PathLike
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
-from ...configuration.ptp import PTPConfig, PTPStudentConfig
+from ...configuration.ptp import PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_fields
-from ...generation.backbone.wrapped_models import Kwargs, LayerDivision, adapter_marks, base_layer, untyped, unwrap
+from ...generation.backbone.wrapped_models import LayerDivision, adapter_marks, base_layer, unwrap
 from ...generation.drafter import DRAFTERS
-from ..common.loading import LOADS, StrictLoadingMixin
+from ..common.loading import StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .conversion import write_run
 from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter
 from .generation import ParallelDrafter
-from .inputs import SLOT_PARTS, has_slots, slot_parts
+from .inputs import SlotPartsMixin
 from .model import PTPForCausalLM, dense_mask
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+C = TypeVar("C", bound=PreTrainedConfig)
 
 
 class LayerAdapter(PackedMixin):
-    """The A and B of a layer with a gated adapter, apart from it; B is in a module of the kind `up`."""
+    """The A and B of a layer with a gated adapter, apart from it."""
 
-    def __init__(self, layer: Any, up: type[nn.ModuleDict]) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         self.in_features, self.scaling = layer.in_features, dict(layer.scaling)
-        for name, kind in (("lora_A", nn.ModuleDict), ("lora_B", up)):
+        for name in ("lora_A", "lora_B"):
             rows, columns = getattr(layer, name)[ADAPTER].weight.shape
-            self.add_module(name, kind({ADAPTER: nn.Linear(columns, rows, bias=False)}))
+            self.add_module(name, nn.ModuleDict({ADAPTER: nn.Linear(columns, rows, bias=False)}))
 
 
 class SlottedBackbone(PTPForCausalLM):
-    """A backbone that reads slots after its tokens: its own forward is called, and returns logits of both."""
+    """A backbone whose own forward reads slots after its tokens, with a student's adapters while `installed`."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        uniforms: Tensor | None = None,
-        masks: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if not has_slots(self.config, uniforms, masks):
-            return self.backbone(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
-        embeds = self.with_slots(self.get_input_embeddings()(input_ids), uniforms, masks)
-        with opened(Gate(input_ids.shape[1], embeds.shape[1], self)):
-            mask = dense_mask(attention_mask, embeds)
-            return self.backbone(inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, **kwargs)
+    pairs: list[tuple[nn.Module, LayerAdapter]]
+    lock: Lock
+    calls: int
+    handles: list[RemovableHandle]
 
-
-class HookedBackbone:
-    """Runs a backbone with the adapters of a student; its `model` takes slots, while they are `installed`."""
-
-    def __init__(self, whole: PTPForCausalLM, backbone: PreTrainedModel, adapters: nn.Module) -> None:
-        self.model = copy.copy(whole)
-        self.model.__class__ = SlottedBackbone
+    @classmethod
+    def of(cls, whole: PTPForCausalLM, backbone: PreTrainedModel, adapters: nn.Module) -> SlottedBackbone:
+        model = cast(SlottedBackbone, copy.copy(whole))
+        model.__class__ = cls
         own = {name: copy.copy(held) for name, held in vars(whole).items() if isinstance(held, dict)}
-        vars(self.model).update(own)  # what it registers is no part of the whole model
-        self.model.backbone = backbone
-        self.model.config = copy.copy(whole.config)
-        self.model.config.backbone_config = backbone.config
+        vars(model).update(own)  # what it registers is no part of the whole model
+        model.backbone, model.config = backbone, copy.copy(whole.config)
+        model.config.backbone_config = backbone.config
         layers = {name: base_layer(layer) for name, layer in backbone.named_modules()}
         named = [(name, adapter) for name, adapter in adapters.named_modules() if isinstance(adapter, LayerAdapter)]
-        self.pairs = [(layers[name], adapter) for name, adapter in named]
-        for layer, adapter in self.pairs:
+        model.pairs = [(layers[name], adapter) for name, adapter in named]
+        for layer, adapter in model.pairs:
             adapter.division = LayerDivision.of(layer)
-        self.lock, self.calls, self.handles = Lock(), 0, list["RemovableHandle"]()
+        model.lock, model.calls, model.handles = Lock(), 0, list[RemovableHandle]()
+        return model
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -91,9 +76,8 @@ class HookedBackbone:
         with self.lock:
             self.calls += 1
             if self.calls == 1:
-                self.handles = [
-                    layer.register_forward_hook(partial(_adapted, self.model, adapter)) for layer, adapter in self.pairs
-                ]
+                hooks = [(layer, partial(_adapted, self, adapter)) for layer, adapter in self.pairs]
+                self.handles = [layer.register_forward_hook(hook) for layer, hook in hooks]
         try:
             with opened(None):  # a thread has a gate from its first graph on, which is not compiled again then
                 yield
@@ -104,6 +88,22 @@ class HookedBackbone:
                     for handle in self.handles:
                         handle.remove()
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        uniforms: Tensor | None = None,
+        masks: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if uniforms is None and masks is None:
+            return self.backbone(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        embeds = self.with_slots(self.get_input_embeddings()(input_ids), uniforms, masks)
+        with opened(Gate(input_ids.shape[1], embeds.shape[1], self)):
+            mask = dense_mask(attention_mask, embeds)
+            return self.backbone(inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, **kwargs)
+
 
 def _adapted(model: object, adapter: LayerAdapter, layer: nn.Module, inputs: tuple[Tensor], result: Tensor) -> Tensor:
     """Return a layer's result with its adapter's at the slots of a forward of `model`."""
@@ -111,14 +111,7 @@ def _adapted(model: object, adapter: LayerAdapter, layer: nn.Module, inputs: tup
     return result if gate is None or gate.model is not model else with_adapter(adapter, gate, inputs[0], result)
 
 
-_SAME = (
-    *("model_type", "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-)
-"""Fields of a backbone that determine the shapes of adapters."""
-
-
-class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
+class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
     """Gated adapters and an embedding of uniforms, or masks, for a backbone that is unchanged.
 
     An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` produces the
@@ -127,9 +120,6 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     Args:
         config: Configuration, with the backbone's inside.
-
-    Raises:
-        ValueError: A config without the backbone's, or of a backbone that cannot carry auxiliary positions exactly.
 
     Example:
         >>> student = PTPStudent.from_backbone(backbone, num_slots=8)
@@ -150,12 +140,11 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         if config.backbone_config is None:
             raise ValueError("PTPStudentConfig needs a backbone_config")
         super().__init__(config)
-        self._backbones, self._models, self._hooked = [], [], []  # in lists, so that models are no submodules
+        self._backbones, self._models, self._slotted = [], [], []  # in lists, so that models are no submodules
         with torch.device("meta"):  # to learn which layers are adapted
-            whole = PTPForCausalLM(PTPConfig(backbone_config=_copy(config.backbone_config), **config.options))
+            whole = PTPForCausalLM(_copy(config))
         self.adapters = _adapters_like(whole.backbone)
-        for name, part in slot_parts(config, config.backbone_config.hidden_size).items():
-            setattr(self, name, part)
+        self.add_slot_parts(config, config.backbone_config.hidden_size)
         self.post_init()
 
     @classmethod
@@ -177,38 +166,30 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @property
     def whole(self) -> PTPForCausalLM:
-        """The attached backbone and this student as one model, made again where the backbone's tensors were replaced.
-
-        Raises:
-            RuntimeError: The student is not attached.
-        """
+        """The attached backbone and this student as one model, made again where its tensors were replaced."""
         backbone = self.backbone
-        state = _state_of(backbone)
-        if not self._models or self._models[0] != state:
-            self._models = [state, self._joined(backbone)]
+        if not self._models or self._models[0] != _state_of(backbone):
+            model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
+            _hand_over((self, self.adapters), (model, model.backbone))
+            model.train_only("drafter")
+            self._models = [_state_of(backbone), model.train(self.training)]
         return self._models[1]
 
     @property
-    def hooked(self) -> HookedBackbone:
+    def slotted(self) -> SlottedBackbone:
         """The attached backbone itself, which runs slots in calls."""
-        if not self._hooked:
-            self._hooked = [HookedBackbone(self.whole, self.backbone, self.adapters)]
-        return self._hooked[0]
+        if not self._slotted:
+            self._slotted = [SlottedBackbone.of(self.whole, self.backbone, self.adapters)]
+        return self._slotted[0]
 
     def verifier_model(self, backbone: PreTrainedModel) -> PreTrainedModel:
-        return self.hooked.model
+        return self.slotted
 
     def running(self, backbone: PreTrainedModel) -> AbstractContextManager[None]:
-        return self.hooked.installed()
+        return self.slotted.installed()
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
-        return self.hooked.model.slot_distribution(states, before)
-
-    def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
-        model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
-        _hand_over((self, self.adapters), (model, model.backbone))
-        model.train_only("drafter")
-        return model.train(self.training)
+        return self.slotted.slot_distribution(states, before)
 
     def export(self, folder: str | PathLike, layout: str = "official") -> None:
         """Write a run of the public PTP code, for the backbone of `base_model_name_or_path`."""
@@ -218,42 +199,25 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         dtype = self.config.get_text_config().dtype or torch.float32
         return write_run(folder, layout, self.config, state, self.config.base_model_name_or_path, dtype)
 
-    def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
-        """transformers' own: an assistant does not change the distribution of its target."""
-        return {}
-
     def made_for(self) -> Mapping[str, object]:
         made = self.config.get_text_config().get_text_config()
-        return {name: field(made, name) for name in _SAME}
+        sizes = "model_type", "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "head_dim"
+        return {name: field(made, name) for name in (*sizes, "num_attention_heads", "num_key_value_heads")}
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's device; its own parts have float32 at least."""
-        untyped(self).to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
+        cast(nn.Module, self).to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         adopt_fields(self.config, backbone)
-        self._models = [_state_of(backbone), self._joined(backbone)]
+        self._models = []
+        self.whole.train(self.training)  # made at once, so that a backbone that does not fit is refused
 
     def on_detach(self) -> None:
-        self._models, self._hooked = [], []
+        self._models, self._slotted = [], []
 
     def forward(self, *args: object, **kwargs: object) -> PTPOutput:
         return self.whole(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state of a copy or a pickle, without the backbone and the model made of it."""
-        return super().__getstate__() | {"_models": [], "_hooked": []}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if LOADS.get() and next(module.parameters(recurse=False), None) is not None:
-            return
-        super()._init_weights(module)
-        if isinstance(module, _Up):
-            for up in module.parameters():
-                nn.init.zeros_(up)
-
-
-class _Up(nn.ModuleDict):
-    """The B of a layer, which begins with zeros."""
+        return super().__getstate__() | {"_models": [], "_slotted": []}
 
 
 def _adapters_like(backbone: nn.Module) -> nn.Module:
@@ -265,12 +229,12 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
             if part not in dict(parent.named_children()):
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        parent.add_module(leaf, LayerAdapter(layer, _Up))
+        parent.add_module(leaf, LayerAdapter(layer))
     join_siblings(root)
     return root
 
 
-def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
+def _copy(config: C) -> C:
     return type(config).from_dict(config.to_dict())
 
 
@@ -279,14 +243,14 @@ def _layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
-def _hand_over(source: tuple[nn.Module, nn.Module], target: tuple[nn.Module, nn.Module]) -> None:
+def _hand_over(source: tuple[SlotPartsMixin, nn.Module], target: tuple[SlotPartsMixin, nn.Module]) -> None:
     """Share the trained parts of one model (the module with slot parts, that with adapters) with another."""
     layers = dict(_layers(source[1]))
     for name, own in _layers(target[1]):
         if (layer := layers.get(name)) is not None:
             own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-    for name in SLOT_PARTS:
-        setattr(target[0], name, getattr(source[0], name))
+    for name, part in source[0].slot_parts().items():
+        setattr(target[0], name, part)
 
 
 def _state_of(backbone: PreTrainedModel) -> tuple[Hashable, ...]:

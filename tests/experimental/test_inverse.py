@@ -29,11 +29,12 @@ def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
     own = trainer(model, tmp_path, 2, options=PTPOptions(completions=4, greedy_share=0.0))
     with torch.no_grad():
         found = own._task(model, own.data_collator(rows()), True)
-        u, reached, completions = found.u, found.reached, found.completions
+        completions = found.completions
+        u, reached = completions.uniforms, completions.reached
         # one forward confirms what was found step by step
         logits = found.packed.slots(found.inputs, lambda hidden, head: head(hidden))
         distribution = logits.softmax(-1).unflatten(1, u[..., 1:].shape[1:])
-        first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
+        first = at_columns(model(found.packed.sequences.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)
     assert torch.equal(picked[reached], completions.tokens[reached])

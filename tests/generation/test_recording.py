@@ -9,7 +9,6 @@ from tests.backbones import backbone, prompts
 from tests.families import VOCABULARY, family_model, random_ids
 from tests.models import left_padded, tiny_model
 from tokenahead import DrafterCascade, EagleHead, MTPHeads, SuffixDrafter
-from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.modeling.common.online import OnlineLearner
 from tokenahead.modeling.common.recording import OnlineBuffer
 from tokenahead.training.features import FeatureDataset
@@ -74,37 +73,32 @@ def test_the_loss_is_that_of_training_on_the_texts(name):
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_a_ring_holds_the_newest_tokens():
+def test_a_buffer_holds_the_newest_tokens():
     buffer, device = OnlineBuffer(capacity=10), torch.device("cpu")
-    runs, texts = buffer.new_sequences(2), [[], []]
-    generator = torch.Generator().manual_seed(0)
-    for step in range(8):
-        counts = torch.randint(0, 4, (2,), generator=generator).tolist()
-        ids = torch.arange(6).view(2, 3) + 10 * step
-        tokens = torch.stack([ids, ids + 1, ids], -1)
-        buffer.write(runs, ids[..., None, None].float(), tokens, NewTokens(counts, device))
-        for own, row, count in zip(texts, ids.tolist(), counts):
-            own += row[:count]
-    rows = sorted(buffer.sample(9, generator), key=lambda row: int(row["input_ids"][0]) % 10)
-    assert sum(len(row["input_ids"]) - 1 for row in rows) == 10 and buffer.states.shape == (11, 1, 1)
-    for row, text in zip(rows, texts):
-        states = row["cached_states"].flatten().tolist()
-        assert states[:-1] == row["input_ids"].tolist()[:-1] == text[-len(states) + 1 :]
+    for start, size in ((0, 4), (10, 3), (20, 6)):
+        ids = torch.arange(start, start + size + 1)
+        columns = {"input_ids": ids, "labels": ids, "position_ids": ids}
+        buffer.add([columns | {"cached_states": ids[:, None, None].float()}])
+    assert [row["input_ids"].tolist() for row in buffer.rows] == [[3, 4], [10, 11, 12, 13], [*range(20, 27)]]
+    assert buffer.rows[0]["labels"].tolist() == [-100, 4] and buffer.rows[0]["cached_states"].flatten().tolist() == [
+        3,
+        4,
+    ]
     other = OnlineBuffer(capacity=10)
     other.load_state_dict(buffer.state_dict(), device)
-    same = sorted(other.sample(9, generator), key=lambda row: int(row["input_ids"][0]) % 10)
-    assert all(torch.equal(one[name], two[name]) for one, two in zip(rows, same) for name in one)
+    assert len(other) == len(buffer) == 3
+    assert all(torch.equal(row[name], same[name]) for row, same in zip(buffer.rows, other.rows) for name in row)
 
 
 @pytest.mark.by_day("7", "40")
 @pytest.mark.parametrize("capacity", [2, 7, 40, 200])
-def test_sequences_longer_than_the_buffer_lose_their_beginning(capacity):
+def test_a_call_of_more_tokens_than_the_buffer_holds(capacity):
     learner, texts = learned(DRAFTERS["eagle 3"](backbone()), capacity)
     rows = kept(learner)
     assert rows and sum(len(row["input_ids"]) - 1 for row in rows) <= capacity
     for row in rows:
         ids = row["input_ids"].tolist()
-        assert any(text[-len(ids) :] == ids for text in texts)
+        assert any(ids == text[start : start + len(ids)] for text in texts for start in range(len(text)))
     assert learner.update() is not None
 
 

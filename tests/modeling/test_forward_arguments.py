@@ -96,24 +96,11 @@ def test_hidden_states_are_chosen_as_in_transformers(make):
     assert model(tokens, output_hidden_states=False).hidden_states is None
 
 
-@torch.no_grad()
-def test_the_backbones_config_may_ask_for_the_states_of_a_parallel_model():
-    model = student()
-    model.backbone.config.output_hidden_states = True
-    assert len(model(ids(model)).hidden_states) == 3
-
-
 @pytest.mark.parametrize("make", [WITH_STATES["modules"], student, tiny_model], ids=["modules", "parallel", "evabyte"])
 def test_heads_learn_on_every_kind_of_backbone(make):
     base = make()
     heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
     assert heads(ids(base), labels=ids(base)).loss.isfinite()
-
-
-def test_a_parallel_model_refuses_labels_without_their_logits():
-    model = student()
-    with pytest.raises(ValueError, match="labels.*9.*1"):
-        model(ids(model), labels=ids(model), logits_to_keep=1)
 
 
 @pytest.mark.core

@@ -39,9 +39,3 @@ def test_a_value_that_cannot_be_is_an_error_that_names_the_directory(kind, field
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(ValueError, match=str(tmp_path)):
         load(tmp_path)
-
-
-def test_errors_of_arguments_stay_what_they_are(tmp_path):
-    MTPHeads.from_backbone(llama(), window=3).save_pretrained(tmp_path)
-    with pytest.raises(TypeError, match="unknown_option"):
-        MTPHeads.from_pretrained(tmp_path, unknown_option=3)

@@ -23,11 +23,6 @@ def test_unknown_options_are_refused_by_name(call):
         call()
 
 
-def test_the_message_names_what_there_is():
-    with pytest.raises(TypeError, match="head_type"):
-        tiny_model().set_head(heads="btree")
-
-
 def test_a_refused_head_leaves_the_old_one():
     model = tiny_model()
     with pytest.raises(TypeError):

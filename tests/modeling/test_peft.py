@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
-from tokenahead import DeepSeekMTP, MTPHeads
+from tokenahead import MTPHeads
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.configuration.transformers_names import obstacle_of_peft
 
@@ -34,12 +34,6 @@ def test_all_linear_leaves_the_head_alone(name):
     assert same_texts(model, texts(model, use_mtp=False), use_mtp=None) or name  # sampled texts may differ
     expected, found = (texts(model, use_mtp=how)[0] for how in (False, True))
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("target", ["draft_heads", "mtp_head.leaf"])
-def test_heads_of_several_tokens_are_no_targets(target):
-    with pytest.raises(ValueError, match="FFHead.*is not supported"):
-        get_peft_model(every_model("evabyte_btree"), lora(target_modules=[target]))
 
 
 @pytest.mark.by_day(most=2)
@@ -71,17 +65,6 @@ def test_heads_and_modules_are_trained_and_saved_beside_adapters(name, module, t
     assert same_texts(again.merge_and_unload(), expected)
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("target", [["q_proj"], "all-linear"])
-@pytest.mark.parametrize("name", ["ptp_one_hot", "ptp_categorical"])
-def test_adapters_on_gated_adapters_are_refused(name, target):
-    model = every_model(name)
-    expected = texts(model)
-    with pytest.raises(ValueError, match="gated adapters"):
-        get_peft_model(model, lora(target_modules=target))
-    assert same_texts(model, expected)
-
-
 @pytest.mark.parametrize("unembedding", ["shared", "own"])
 def test_heads_attach_to_a_backbone_that_peft_has_wrapped(unembedding):
     base = get_peft_model(llama(), lora()).eval()
@@ -93,11 +76,6 @@ def test_heads_attach_to_a_backbone_that_peft_has_wrapped(unembedding):
     assert again.backbone is base.get_base_model()
     heads(prompt_for(base), labels=prompt_for(base)).loss.backward()
     assert all(parameter.grad is None for parameter in base.parameters())
-
-
-def test_new_modules_need_a_backbone_without_adapters():
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        DeepSeekMTP.from_backbone(get_peft_model(llama(), lora()))
 
 
 @pytest.mark.parametrize("name", ["evabyte_btree", "deepseek_llama"])

@@ -122,13 +122,6 @@ def test_heads_apart_may_be_adapted_themselves(kind, tmp_path):
     assert torch.equal(base.generate(ids[:1], assistant_model=merged, **how), base.generate(ids[:1], **how))
 
 
-@pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
-def test_heads_of_tensors_are_no_targets(kind):
-    heads = MTPHeads.from_backbone(llama(), window=3, head_type=kind, unembedding="own", **RANKED.get(kind, {}))
-    with pytest.raises(ValueError, match="not found|not supported|no modules"):
-        get_peft_model(heads, LoraConfig(r=2, target_modules=["leaf"]))
-
-
 @pytest.mark.core_cases("1")
 @pytest.mark.parametrize("version", [1, 3])
 def test_an_eagle_head_is_adapted_saved_and_merged(version, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for
-from tokenahead import EvaByteForMTPC, PTPForCausalLM
+from tokenahead import EvaByteForMTPC
 
 
 def vocabulary(model: torch.nn.Module) -> int:
@@ -45,15 +45,6 @@ def test_every_head_of_evabyte_keeps_its_own_rows(name, mean_resizing):
     assert model.draft_heads.num_heads == 7 and model(prompt_for(model), labels=prompt_for(model)).loss.isfinite()
 
 
-@pytest.mark.core
-def test_padding_to_a_multiple():
-    model = every_model("evabyte_ff")
-    model.resize_token_embeddings(pad_to_multiple_of=64)
-    assert vocabulary(model) == 320
-    model.resize_token_embeddings(321, pad_to_multiple_of=64)
-    assert vocabulary(model) == 384 == model.draft_heads.vocab_size == model.lm_head.out_features
-
-
 @pytest.mark.parametrize("unembedding", ["shared", "own"])
 def test_heads_refuse_a_backbone_that_has_grown(unembedding):
     base = llama()
@@ -68,10 +59,3 @@ def test_heads_refuse_a_backbone_that_has_grown(unembedding):
     heads.attach(base)
     with pytest.raises(ValueError, match="vocab_size=.*64"):
         heads.resize_token_embeddings(70)
-
-
-def test_a_config_of_parallel_prediction_takes_a_vocabulary():
-    config = every_model("ptp_one_hot").config
-    config.vocab_size = 7
-    assert config.vocab_size == config.get_text_config().vocab_size == 7
-    assert PTPForCausalLM(config).get_input_embeddings().num_embeddings == 7

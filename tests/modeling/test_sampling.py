@@ -67,14 +67,6 @@ def test_what_is_no_distribution_is_told_and_gives_a_token(way):
     assert ((tokens >= 0) & (tokens < 2)).all()
 
 
-@WAYS
-def test_a_seed_repeats_its_draws_and_weights_are_left_alone(way):
-    weights = torch.rand(4, 5)
-    before = weights.clone()
-    first, again = (way(weights, torch.Generator().manual_seed(3))[0] for _ in range(2))
-    assert torch.equal(first, again) and torch.equal(weights, before)
-
-
 def test_processors_pick_by_one_uniform():
     """A number for every token of the vocabulary, made one after the other, would cost more than the rest of a draw."""
     weights = torch.rand(4, 3, 50)

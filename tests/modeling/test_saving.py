@@ -61,15 +61,6 @@ def test_a_backbone_of_this_machine_is_named_by_its_whole_path(tmp_path, monkeyp
         assert json.loads((tmp_path / "heads" / "config.json").read_text())["base_model_name_or_path"] == saved
 
 
-@pytest.mark.parametrize("kind", ["heads", "eagle"])
-def test_a_saved_drafter_is_tensors_and_a_config(kind, tmp_path):
-    thing = made(kind)
-    thing.save_pretrained(tmp_path / "plain")
-    assert set(contents(tmp_path / "plain")) == {"config.json", "model.safetensors"}
-    again = type(thing).from_pretrained(tmp_path / "plain").state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in thing.state_dict().items())
-
-
 @pytest.mark.core
 def test_a_push_carries_the_code_of_models_and_none_of_drafters(tmp_path):
     model, tokenizer = tiny_model(), EvaByteTokenizer()
@@ -122,11 +113,3 @@ def test_weights_of_an_earlier_save_are_removed_and_those_of_another_variant_kep
     for variant in (None, "fp32"):
         loaded = EvaByteForMTPC.from_pretrained(tmp_path, variant=variant)
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
-def test_a_file_is_no_folder(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for thing in (tiny_model(), EvaByteTokenizer()):
-        with pytest.raises(NotADirectoryError, match="is a file"):
-            thing.save_pretrained(tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"

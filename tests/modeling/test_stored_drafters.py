@@ -9,7 +9,6 @@ from transformers import TrainingArguments
 
 from tests import mtpc_files
 from tests.eagle_models import tiny_backbone
-from tests.models import tiny_model
 from tokenahead import BlockDrafter, EagleHead, MTPHeads, PTPStudent
 from tokenahead.model_cards.command import make_card
 from tokenahead.modeling.common import stored_drafters
@@ -112,23 +111,6 @@ def test_draft_layers_know_their_backbone_by_its_name(tmp_path):
     heads, same = read_drafter(tmp_path / "heads"), read_drafter(tmp_path / "heads", backbone=base)
     assert heads.state_dict().keys() == same.state_dict().keys()
     assert "multi-token-prediction" in make_card(CardRequest(str(tmp_path / "heads"), output=tmp_path)).read_text()
-
-
-def test_draft_layers_of_evabyte_belong_into_the_model(tmp_path):
-    sizes = dict(vocab=40, layers=3, lora=1)
-    mtpc_files.write(tmp_path, mtpc_files.published("hmm", **sizes), mtpc_files.settings("hmm", **sizes))
-    with pytest.raises(ValueError, match="evabyte"):
-        read_drafter(tmp_path, backbone=tiny_model(vocab_size=40, num_hidden_layers=3, num_pred_heads=3))
-
-
-def test_a_checkpoint_of_another_head_is_refused_in_any_layout(tmp_path):
-    base, _ = written("official eagle", tmp_path / "read")
-    data, out = [{"input_ids": row, "labels": row} for row in IDS], tmp_path / "run"
-    options = TrainingArguments(out, max_steps=1, save_steps=1, report_to="none", use_cpu=True)
-    MTPTrainer(EagleHead.from_pretrained(tmp_path / "read").attach(base), options, train_dataset=data).train()
-    other = EagleHead.from_backbone(base, draft_vocab_size=16)
-    with pytest.raises(ValueError, match="draft_vocab_size=32"):
-        MTPTrainer(other, options, train_dataset=data).train(resume_from_checkpoint=str(out / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "heads" in name and "tokenahead" not in name])

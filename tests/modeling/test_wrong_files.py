@@ -4,7 +4,6 @@ import shutil
 from functools import partial
 
 import pytest
-import torch
 
 from tests.eagle_models import DATA, tiny_backbone
 from tests.families import family_model
@@ -77,11 +76,3 @@ def test_what_a_wrong_download_left_is_named(kind, tmp_path):
         (folder / file).write_bytes(content)
         with pytest.raises(ValueError, match=str(folder)):
             read(folder)
-
-
-def test_a_pickle_of_one_tensor_is_no_text(tmp_path):
-    write, read, file = DIRECTORIES["official eagle"]
-    write(folder := tmp_path / "read")
-    torch.save(torch.zeros(3), folder / file)
-    with pytest.raises(ValueError, match="holds a Tensor"):
-        read(folder)

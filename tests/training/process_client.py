@@ -1,8 +1,8 @@
 """Run by several processes: every kind of model takes a few steps, and losses and weights are written down.
 
-torchrun --nproc-per-node 2 -m tests.training.process_client FOLDER NAME...
+accelerate launch --config_file examples/accelerate/fsdp2.yaml -m tests.training.process_client FOLDER NAME...
 
-With accelerate's config of FSDP2 the model is sharded, and one run goes on from a sharded checkpoint.
+With this config the model is sharded, and one run goes on from a sharded checkpoint.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.ptp_models import Places, backbone, student
 from tests.training.conftest import ragged_rows, small_model
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.training.acceptance_callback import AcceptanceCallback
-from tokenahead.training.ptp import tasks
+from tokenahead.training.ptp import trainer as ptp
 from tokenahead.training.ptp.trainer import PTPTrainer
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
@@ -88,7 +88,7 @@ def make_trainer(name: str, folder: Path, processes: int, size: int, **options):
 def run(name: str, folder: Path, processes: int, size: int) -> None:
     """Three steps of one model; files `NAME.json` and `NAME.safetensors`, and, of shards, the directory
     `NAME_whole`."""
-    drawn, tasks.RandomDraws = tasks.RandomDraws, lambda _: Places()  # what a step draws must not depend on the rank
+    drawn, ptp.RandomDraws = ptp.RandomDraws, lambda _: Places()  # what a step draws must not depend on the rank
     try:
         trainer = make_trainer(name, folder, processes, size, **({"save_steps": 2} if _shards() else {}),
                                save_strategy="steps" if _shards() else "no")  # fmt: skip
@@ -98,7 +98,7 @@ def run(name: str, folder: Path, processes: int, size: int) -> None:
             trainer = make_trainer(name, folder, processes, size)
             trainer.train(resume_from_checkpoint=str(folder / f"{name}_run" / "checkpoint-2"))
     finally:
-        tasks.RandomDraws = drawn
+        ptp.RandomDraws = drawn
     weights = trainer.accelerator.get_state_dict(trainer.model)  # all processes take part in it
     if trainer.is_world_process_zero():
         history = [{key: entry[key] for key in KEPT if key in entry} for entry in trainer.state.log_history]
@@ -116,8 +116,14 @@ def shard_on_cpus() -> None:
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+def join(rank: int, port: int, folder: Path, names: list[str]) -> None:
+    """Be one of two processes that no launcher has started."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    main(folder, names)
+
+
+def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     if _shards():
         shard_on_cpus()
@@ -132,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -23,7 +23,7 @@ from tests.training.test_evaluation_loss import llama
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
 from tokenahead.generation.backbone.wrapped_models import load_sharded
 from tokenahead.training import AcceptanceCallback, MTPTrainer, PTPOptions, PTPTrainer, TrainingStrategy
-from tokenahead.training.ptp import tasks
+from tokenahead.training.ptp import trainer as ptp
 
 PART = {"draft_ids": list(range(70, 90))}
 SLOTS = {"num_slots": 3, "lora_rank": 2}
@@ -77,7 +77,7 @@ def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 
     measured = AcceptanceCallback(rows=None, generate_every=1, prompts=1, prompt_tokens=6, new_tokens=4)
     given = {"train_dataset": rows, "eval_dataset": rows[:5], "callbacks": [measured]}
     if isinstance(drafter, PTPForCausalLM | PTPStudent):
-        tasks.RandomDraws = lambda _: Places()  # what a step draws must not depend on the rank
+        ptp.RandomDraws = lambda _: Places()  # what a step draws must not depend on the rank
         options = PTPOptions(completions=3, loss="kl", greedy_share=0.4)
         whole = drafter.whole if drafter.is_apart else drafter
         trainer = PTPTrainer(whole, arguments, options=options, shard_backbone=way == "shard", **given)

@@ -2,12 +2,13 @@
 
 import math
 import random
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Lfm2Config, MambaConfig, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Lfm2Config, MambaConfig
 
 from tests.every_model import llama
 from tests.ptp_models import backbone, student
@@ -16,15 +17,17 @@ from tests.training.process_client import MAKERS
 from tokenahead import MTPHeads
 from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batches, cache_features
 from tokenahead.training.batches import (
-    BatchedRows,
     Collator,
     JoinedCollator,
+    ReadingCollator,
     batches_by_tokens,
     obstacle_to_joining,
     row_lengths,
 )
 
 DRAFTERS = {name: make for name, make in MAKERS.items() if name not in ("parallel", "masks")}
+EIGHT = {"per_device_train_batch_size": 8}  # transformers' own: a budget decides
+FLATTENING = partial(MTPTrainer, data_collator=DataCollatorWithFlattening())
 RECURRENT = {
     "mamba": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
     "lfm2": Lfm2Config(
@@ -79,11 +82,6 @@ def test_batches_hold_every_row_once_within_the_budget():
             assert (longest * len(batch) if is_padded else total) <= max(lengths) + 1000
 
 
-def test_dropping_the_last_batch_keeps_a_multiple():
-    batches = batches_by_tokens([4] * 19, 8, range(19), multiple=4, drop_last=True)
-    assert len(batches) == 8 and all(len(batch) == 2 for batch in batches)
-
-
 @pytest.mark.by_day("budget-random", "budget-group_by_length", "rows-sequential")
 @pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
 @pytest.mark.parametrize("size", [8, 4], ids=["budget", "rows"])
@@ -136,16 +134,13 @@ def test_an_epoch_takes_the_same_batches_in_another_order(tmp_path):
 
 def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_same_weights(tmp_path):
     rows = ragged_rows(18, 40, vocab_size=64)
-    options = dict(
-        per_device_train_batch_size=8, num_train_epochs=2, save_strategy="steps", save_steps=1, learning_rate=0.1,
-        optim="sgd", gradient_accumulation_steps=2,
-    )  # fmt: skip
+    options = EIGHT | dict(num_train_epochs=2, save_strategy="steps", save_steps=1, learning_rate=0.1, optim="sgd")
+    options |= dict(gradient_accumulation_steps=2)
 
     def trained(folder, checkpoint=None):
         torch.manual_seed(0)
         heads = MTPHeads.from_backbone(llama(), window=3, unembedding="own")
-        arguments = trainer_for(heads, folder, rows, **options).args
-        trainer = MTPTrainer(heads, arguments, train_dataset=rows, tokens_per_batch=100)
+        trainer = trainer_for(heads, folder, rows, partial(MTPTrainer, tokens_per_batch=100), **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer
 
@@ -160,27 +155,23 @@ def test_a_budget_that_cannot_be_met_is_refused(tmp_path):
     heads = MTPHeads.from_backbone(llama(), window=3)
     for options, budget, match in (
         ({}, -1, "tokens_per_batch=-1"),
-        ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size=4"),
+        ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size"),
         ({"auto_find_batch_size": True}, 64, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, 64, "batch_rebalance"),
         ({"accelerator_config": {"split_batches": True}}, 64, "split_batches"),
     ):
-        arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **options)
+        make = partial(MTPTrainer, tokens_per_batch=budget)
         with pytest.raises(ValueError, match=match):
-            MTPTrainer(heads, arguments, train_dataset=ragged_rows(4, vocab_size=64), tokens_per_batch=budget)
+            trainer_for(heads, tmp_path, ragged_rows(4, vocab_size=64), make, **EIGHT | options)
 
 
 def test_a_stream_has_rows_and_no_budget(tmp_path):
     rows = [{"input_ids": row["input_ids"].tolist()} for row in rows_of([9, 30, 7, 12])]
     stream = IterableDataset.from_generator(lambda: (row | {"labels": row["input_ids"]} for row in rows))
-    heads = MTPHeads.from_backbone(llama(), window=3)
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, max_steps=2,
-                                  per_device_train_batch_size=2)  # fmt: skip
+    heads, options = MTPHeads.from_backbone(llama(), window=3), dict(max_steps=2, per_device_train_batch_size=2)
     with pytest.raises(ValueError, match="streaming"):
-        MTPTrainer(heads, arguments, train_dataset=stream, tokens_per_batch=64)
-    shapes = [
-        batch["input_ids"].shape for batch in MTPTrainer(heads, arguments, train_dataset=stream).get_train_dataloader()
-    ]
+        trainer_for(heads, tmp_path, stream, partial(MTPTrainer, tokens_per_batch=64), **options)
+    shapes = [batch["input_ids"].shape for batch in batches_of(trainer_for(heads, tmp_path, stream, **options))]
     assert shapes == [(1, 39), (1, 19)]
 
 
@@ -201,15 +192,10 @@ def test_joined_rows_begin_at_position_0_and_score_no_first_token():
     assert torch.equal(batch["input_ids"][0], torch.cat([row["input_ids"][:n] for row, n in zip(rows, lengths)]))
 
 
-def test_rows_of_one_length_are_stacked():
-    rows = rows_of([6, 6])
-    assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)
-
-
-@pytest.mark.parametrize("column", ["pixel_values", "position_ids"])
-def test_rows_that_cannot_be_joined_are_padded(column):
-    rows = rows_of([6, 4])
-    for row in rows:
+@pytest.mark.parametrize("column", ["pixel_values", "position_ids", None])
+def test_rows_that_cannot_be_joined_are_padded_and_those_of_one_length_stacked(column):
+    rows = rows_of([6, 6 if column is None else 4])
+    for row in rows if column else ():
         length = len(row["input_ids"])
         row[column] = torch.zeros(3, 2) if column == "pixel_values" else torch.arange(3, 3 + length)
     assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)
@@ -220,32 +206,28 @@ def test_lengths_come_from_the_columns_of_a_data_set():
         ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4] if "attention_mask" in columns else [1, 2, 3]]
         data = Dataset.from_dict({"input_ids": ids} | columns)
         assert row_lengths(data) == [5, 3] == row_lengths([data[number] for number in range(2)])
-        assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
+        assert [row["input_ids"] for row in ReadingCollator(list, None, data)([[1, 0]])] == ids[::-1]
 
 
 def test_slots_count_in_the_budget(tmp_path):
-    rows = ragged_rows(6, 20, vocab_size=64)
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    options = PTPOptions(completions=4)
-    model = student(base=backbone())
-    besides = 4 * model.config.num_slots
+    rows, model = ragged_rows(6, 20, vocab_size=64), student(base=backbone())
+    make = partial(trainer_for, model, tmp_path, rows, **EIGHT)
+    besides, kind = 4 * model.config.num_slots, partial(PTPTrainer, options=PTPOptions(completions=4))
     with pytest.raises(ValueError, match=f"row 0.*{20 + besides}"):
-        PTPTrainer(model, arguments, options=options, train_dataset=rows, tokens_per_batch=19 + besides)
-    trainer = PTPTrainer(model, arguments, options=options, train_dataset=rows, tokens_per_batch=2 * (20 + besides))
+        make(partial(kind, tokens_per_batch=19 + besides))
+    trainer = make(partial(kind, tokens_per_batch=2 * (20 + besides)))
     assert [len(batch["input_ids"]) for batch in batches_of(trainer)] == [2, 2, 2]
 
 
 def test_joined_rows_are_refused_where_every_sequence_gets_slots(tmp_path):
-    arguments, rows = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True), ragged_rows(6, 20, 64)
+    make = partial(PTPTrainer, data_collator=DataCollatorWithFlattening())
     with pytest.raises(ValueError, match="data_collator=DataCollatorWithFlattening.*slots"):
-        PTPTrainer(student(), arguments, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+        trainer_for(student(), tmp_path, ragged_rows(6, 20, 64), make)
 
 
 def test_joined_rows_on_a_backbone_that_mixes_them_are_refused(tmp_path):
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     rows = [row | {"labels": row["input_ids"]} for row in rows_of([5, 30, 7])]
-    collator = DataCollatorWithFlattening()
-    trainer = MTPTrainer(recurrent_heads("mamba"), arguments, train_dataset=rows, data_collator=collator)
+    trainer = trainer_for(recurrent_heads("mamba"), tmp_path, rows, FLATTENING)
     with pytest.raises(ValueError, match="DataCollatorWithFlattening.*MambaForCausalLM.*mixes documents"):
         trainer.train()
 
@@ -266,17 +248,15 @@ def test_an_error_of_the_trial_is_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logger, "propagate", True)
     batches_of(trainer_for(heads, tmp_path, rows))
     assert "LlamaForCausalLM cannot be joined" in caplog.text and f"RuntimeError: {said}" in caplog.text
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    trainer = MTPTrainer(heads, arguments, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+    trainer = trainer_for(heads, tmp_path, rows, FLATTENING)
     with pytest.raises(ValueError, match=f"DataCollatorWithFlattening.*RuntimeError: {said}"):
         trainer.get_train_dataloader()
 
 
 def test_stored_states_are_joined_whatever_the_backbone(tmp_path):
     data = cache_features(recurrent_heads("mamba"), rows_of([5, 30, 7]), tmp_path / "features")
-    heads = recurrent_heads("mamba")
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, max_steps=1)
-    trainer = MTPTrainer(heads, arguments, train_dataset=data, data_collator=data.collate, tokens_per_batch=64)
+    make = partial(MTPTrainer, data_collator=data.collate, tokens_per_batch=64)
+    trainer = trainer_for(recurrent_heads("mamba"), tmp_path, data, make, max_steps=1, **EIGHT)
     [batch] = batches_of(trainer)
     assert batch["cached_states"].shape[:2] == batch["position_ids"].shape == (1, 42)
     trainer.train()

@@ -1,22 +1,17 @@
 """The conformance kit: planted faults of decoding loops are found, and right loops raise no alarm."""
 
 import json
-import re
 import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.benchmark_modules import other_loops
 from tests.speculative_loops import Loop, Tilted
 from tests.test_cli import run
 from tokenahead.testing import ALARM, DECODERS, chi_square, verify, verify_greedy, verify_sampled
 from tokenahead.training.commands import verify as command
-from tokenahead.training.conformance.decoders import plain, small_model
-from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED, Verified
+from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED, Verified, plain, small_model
 from tokenahead.training.conformance.sampled import CoarseTests
 
 PLACES = [(drafts, place) for drafts in range(1, 7) for place in range(drafts)]
@@ -110,11 +105,9 @@ def test_right_loops_with_drafts_of_any_length_raise_no_alarm(seed):
         assert drawn(decode, check, samples=samples, seed=seed).result == KEPT
 
 
-def test_nineteen_of_twenty_errors_of_the_size_that_is_stated_are_found():
-    """The error that 500 texts of 9 tokens find, and none of a right loop."""
-    words = drawn(plain, samples=500).words
-    error = float(re.search(r"from ([\d.]+)% on", words)[1]) / 100
-    found = [drawn(Tilted(error), samples=500, seed=seed).result for seed in range(4)]
+def test_nineteen_of_twenty_errors_of_the_size_that_is_documented_are_found():
+    """3.5 % by 4,000 texts are 9.9 % by 500."""
+    found = [drawn(Tilted(0.035 * 8**0.5), samples=500, seed=seed).result for seed in range(4)]
     assert found.count(BROKEN) >= 3  # 3.8 in the mean; 2 or fewer come once in 70
     assert drawn(Tilted(0.0)).result == KEPT
 
@@ -143,49 +136,10 @@ def test_right_loops_raise_no_alarm(name):
     assert found["greedy"] == KEPT
 
 
-class StandIn:
-    """vLLM's `LLM` and `SamplingParams`, as far as the kit asks for them, over transformers."""
-
-    is_dead, seen = False, {}
-
-    def __init__(self, model, dtype, max_model_len, enforce_eager, speculative_config, gpu_memory_utilization):
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def generate(self, prompts, params, use_tqdm):
-        if params.get("top_k"):  # where 0.32 ends on CPUs: docs/upstream.md
-            self.model = None
-        return [self.completed(torch.tensor([prompt["prompt_token_ids"]]), **params) for prompt in prompts]
-
-    def completed(self, ids, max_tokens, stop_token_ids, stop=None, temperature=1.0, **rest):
-        assert all(end < self.model.config.vocab_size for end in stop_token_ids)
-        assert rest.pop("ignore_eos") and rest.pop("include_stop_str_in_output")
-        options = {"eos_token_id": stop_token_ids or None, "do_sample": temperature > 0} | rest
-        options |= {"temperature": temperature} if temperature else {}
-        options |= {"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}
-        out = self.model.generate(ids, max_new_tokens=max_tokens, pad_token_id=0, **options)
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=out[0, ids.shape[1] :].tolist())])
-
-
-@pytest.mark.nightly
-def test_vllms_engine(monkeypatch):
-    """It is refused by name where it is missing; options become vLLM's, and rows come back as one tensor.
-
-    A check that ends the engine leaves the next ones a new one.
-    """
-    assert all("pip install vllm" in each.words for each in verify(other_loops.vllm, samples=4))
-    stand_in = ModuleType("vllm")
-    stand_in.LLM, stand_in.SamplingParams = StandIn, dict
-    monkeypatch.setitem(sys.modules, "vllm", stand_in)
-    found = results(verify(other_loops.vllm, samples=12))
-    refused = [check for check, result in found.items() if result == REFUSED]
-    odd = ["processors", "user's processor", "allowed tokens"]
-    odd = [each for check in odd for each in (check, f"{check}, ragged batch")]
-    others = ["other warpers", "user's processor", "constraint", "precision", "processors"]
-    assert (
-        sorted(refused) == sorted([*odd, *(f"sampled, {each}" for each in others)]) and found["sampled, top_p"] == KEPT
+def test_a_loop_whose_package_is_missing_is_refused_by_name():
+    assert all(
+        each.result == REFUSED and "pip install vllm" in each.words for each in verify(other_loops.vllm, samples=4)
     )
-    assert [check for check, result in found.items() if result == BROKEN] == ["sampled, warped"]  # the engine ends
 
 
 def test_a_loop_that_forgets_what_is_asked():
@@ -226,17 +180,10 @@ def test_the_chi_square_test_agrees_with_scipy():
     [
         ("ngram", KEPT, 0, "1 of 1 keep all"),
         ("ngram", BROKEN, 1, "ngram: stop strings BROKEN\n"),
-        (
-            "transformers: prompt lookup",
-            BROKEN,
-            0,
-            ": stop strings BROKEN (not ours, known)",
-        ),
+        ("transformers: prompt lookup", BROKEN, 0, ": stop strings BROKEN (not ours, known)"),
     ],
 )
-def test_the_command_shows_a_table_and_its_exit_status_is_of_what_is_ours(
-    name, result, status, shown, monkeypatch, capsys
-):
+def test_the_exit_status_is_of_what_is_ours(name, result, status, shown, monkeypatch, capsys):
     found = [Verified("greedy", KEPT), Verified("stop strings", result, "differs from new token 3 on")]
     monkeypatch.setattr(command, "verify", lambda decode, samples: found)
     assert run("verify", "--decoders", name, "--samples", "500") == status
@@ -249,9 +196,9 @@ def test_the_command_shows_a_table_and_its_exit_status_is_of_what_is_ours(
 
 
 def test_the_command_verifies_strangers_functions(tmp_path, monkeypatch, capsys):
-    """Of a module in the working directory; what raises is refused, and what is no function an error of one line."""
+    """Of a module in the working directory."""
     (tmp_path / "strange.py").write_text(
-        "class Loops:\n    broken = lambda model, ids, **options: ids\nraises = lambda *_, **__: {}[0]\nnothing = 1\n"
+        "class Loops:\n    broken = lambda model, ids, **options: ids\nraises = lambda *_, **__: {}[0]\n"
         "def refuses(*_, **__):\n    raise ValueError('no batch')\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -262,6 +209,6 @@ def test_the_command_verifies_strangers_functions(tmp_path, monkeypatch, capsys)
     assert "KeyError" in (shown := capsys.readouterr().out) and "0 of 1 keep all" in shown
     assert run("verify", "--function", "strange:refuses", "--samples", "500") == 0
     shown = capsys.readouterr().out
-    assert len(shown.splitlines()) < 5 and "strange:refuses: refused: ValueError: no batch" in shown
-    for name in ("strange:nothing", "strange:gone", "gone:gone"):
+    assert "ValueError: no batch" in shown and "1 of 1 keep all" in shown
+    for name in ("strange:gone", "gone:gone"):
         assert run("verify", "--function", name) == 1 and f"--function {name}" in capsys.readouterr().err

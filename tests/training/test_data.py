@@ -14,30 +14,19 @@ FILES = [
 ]
 
 
-def test_prompts_are_whole_lines_that_end_in_a_head():
+def test_prompts_are_whole_lines_of_different_files_that_end_in_a_head():
     prompts = code_prompts(FILES, 6, seed=1, length=200)
-    assert prompts == code_prompts(FILES, 6, seed=1, length=200)
-    assert prompts != code_prompts(FILES, 6, seed=2, length=200)
-    whole = b"".join(FILES).decode()
+    assert prompts == code_prompts(FILES, 6, seed=1, length=200) != code_prompts(FILES, 6, seed=2, length=200)
     for prompt in prompts:
-        assert 100 <= len(prompt) <= 200 and prompt in whole
+        assert 100 <= len(prompt) <= 200 and f"\n{prompt}" in b"".join(FILES).decode()
         assert prompt.splitlines()[-1].startswith("def ") and prompt.endswith(":\n")
-        assert f"\n{prompt}" in whole
+    assert all(any(prompt.encode() in file for prompt in prompts) for file in FILES)
 
 
-def test_prompts_come_from_different_files_while_there_are_enough():
-    prompts = code_prompts(FILES, len(FILES), length=200)
-    numbers = {next(number for number, file in enumerate(FILES) if prompt.encode() in file) for prompt in prompts}
-    assert len(numbers) == len(FILES)
-
-
-def test_prompts_are_ascii():
-    content = ("# é\n" * 60 + "def f():\n    pass\n").encode()
+def test_prompts_are_ascii_and_a_long_line_is_cut():
+    content = ("# \u00e9\n" * 60 + "def f():\n    pass\n").encode()
     with pytest.raises(ValueError, match="function"):
         code_prompts([content], 1, length=100)
-
-
-def test_a_long_line_is_cut_rather_than_the_prompt_lost():
     word = "".join(random.Random(0).choices("abc", k=300))
     (prompt,) = code_prompts([f'x = "{word}"\ndef f():\n    pass\n'.encode()], 1, length=100)
     assert len(prompt) == 100 and prompt.endswith('"\ndef f():\n')

@@ -18,7 +18,6 @@ from tests.ptp_models import student
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.testing import letters
-from tokenahead.training.demo import requests
 from tokenahead.training.doctor import diagnose, diagnose_source, report
 from tokenahead.training.doctor.report import is_new, rounded
 from tokenahead.training.doctor.trials import Drafted, brings_back, is_easier, shifted_rows, trials_of
@@ -133,25 +132,18 @@ def modules():
 
 RIGHT = {
     "ff": heads("llama", unembedding="own"),
-    "ff, shared": heads("qwen3"),
     "ff, bfloat16": heads("gemma3", torch.bfloat16, unembedding="own"),
     "cp": heads("gemma3", head_type="cp", rank=2),
     "hmm": heads("llama", head_type="hmm", rank=2),
     "btree": heads("qwen3", head_type="btree", rank=2),
     "medusa": heads("llama", head_type="medusa"),
     "hydra": heads("qwen3", head_type="hydra"),
-    "eagle-1": eagle("mistral", version=1),
     "eagle-1, gemma": eagle("gemma3", version=1),
-    "eagle-3": eagle("llama"),
-    "eagle-3, gemma": eagle("gemma3"),
     "eagle-3, bfloat16": eagle("qwen3", torch.bfloat16),
     "draft vocabulary": eagle("llama", draft_ids=torch.arange(2, 48)),
-    "norm before fc": eagle("llama", norm_before_fc=True),
     "biases": eagle("qwen3", fc_bias=True, attention_bias=True),
     "normed output": eagle("llama", norm_output=True, qk_norm=True),
-    "before residual": eagle("mistral", norm_before_residual=True),
     "p-eagle": eagle("llama", mask_token_id=1),
-    "dflash": block("llama", "zlab_llama"),
     "dflash 2": block("qwen3", "zlab_dflash2"),
     "dspark": block("llama", "deepspec_dspark_gated"),
     "modules": modules,
@@ -185,21 +177,6 @@ def test_right_drafters_raise_no_alarm(name):
     assert found.accepted.decoded[0] > 0.1
 
 
-@pytest.mark.by_day("features-feature shift-features of the place before")
-@pytest.mark.parametrize(
-    ("kind", "check", "words"),
-    [
-        ("features", "feature shift", "features of the place before"),
-        ("tokens", "token shift", "tokens of the place before"),
-        ("positions", "positions", "positions of drafted rows one more"),
-    ],
-)
-def test_a_shift_is_found_and_named(learned, kind, check, words):
-    found = seen(learned(kind), count=24)
-    assert faults(found) == [check]
-    assert words in found.faults[0].words and "fits better" in found.verdict
-
-
 def test_other_layers_of_the_backbone(learned):
     """Noise in one matrix of one layer, which the unembedding and the last norm do not show."""
     twin = backbone("llama")
@@ -217,38 +194,14 @@ def test_a_fingerprint_without_layers_says_what_it_shows(copied):
     assert found.is_well and of_backbone.state == "note" and "no layers" in of_backbone.words
 
 
-def test_another_tokenizer(learned):
-    folder = learned()
-    tokenizer_of(by=1).save_pretrained(folder)
-    try:
-        assert faults(seen(folder)) == ["tokenizer"]
-    finally:
-        for file in folder.glob("*token*"):
-            file.unlink()
-
-
-def test_another_chat_template(learned, tmp_path):
-    folder = learned()
-    tokenizer_of("<" + TEMPLATE).save_pretrained(folder)
-    try:
-        assert "chat template" in faults(seen(folder, tokenizer=tokenizer_of(TEMPLATE)))
-    finally:
-        for file in [*folder.glob("*token*"), *folder.glob("*.jinja")]:
-            file.unlink()
-
-
-def test_layers_that_were_guessed(copied):
-    """Those of the config are not the ones that the head learned from; the doctor names the right ones."""
-    found = seen(copied({"aux_layers": [2, 1, 0]}))
-    assert faults(found) == ["layer ids"] and "aux_layers=[0, 1, 2]" in found.verdict
-
-
-@pytest.mark.nightly
-def test_states_in_another_order(copied):
-    """A conversion has exchanged blocks of the fusing matrix."""
-    order = torch.cat([torch.arange(32) + 32 * block for block in (1, 2, 0)])
-    found = seen(copied(tensors=lambda state: state | {"fc.weight": state["fc.weight"][:, order].clone()}))
-    assert faults(found) == ["layer ids, or fc"] and "aux_layers=[1, 2, 0]" in found.verdict
+@pytest.mark.parametrize(
+    ("theirs", "ours", "check"),
+    [(tokenizer_of(by=1), None, "tokenizer"), (tokenizer_of("<" + TEMPLATE), tokenizer_of(TEMPLATE), "chat template")],
+)
+def test_another_tokenizer_or_template(copied, theirs, ours, check):
+    theirs.save_pretrained(folder := copied())
+    found = faults(seen(folder, tokenizer=ours))
+    assert found[0] == check and (ours or found == [check])
 
 
 def rope(theta, **more):
@@ -266,21 +219,47 @@ def exchanged(*names):
     return change
 
 
+def turned(*names):
+    """Change the order of rows of matrices."""
+    return lambda state: {
+        name: weight.flip(0).contiguous() if name.endswith(names) else weight for name, weight in state.items()
+    }
+
+
+def scaled(by: float):
+    """Change scales that cancel where the last norm is applied to what the unembedding reads, and nowhere else."""
+    factors = {"norm.weight": by, "lm_head.weight": 1 / by}
+    return lambda state: state | {name: state[name] * factor for name, factor in factors.items()}
+
+
+def fused_in(order):
+    """Exchange blocks of the fusing matrix."""
+    columns = torch.cat([torch.arange(32) + 32 * block for block in order])
+    return lambda state: state | {"fc.weight": state["fc.weight"][:, columns].clone()}
+
+
+SIXTEEN = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 CAUSES = {
     "theta": ({"fields": rope(1.5)}, "rope", "'rope_theta': 10000.0"),
     "scaling": ({"fields": rope(10_000.0, rope_type="linear", factor=16.0)}, "rope", "'rope_type': 'default'"),
     "epsilon": ({"fields": {"rms_norm_eps": 1.0}}, "norms", "rms_norm_eps=1e-06"),
     "activation": ({"fields": {"hidden_act": "relu2"}}, "activation", "hidden_act=silu"),
-    "head_dim": (
-        {"fields": {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}},
-        "head_dim",
-        "head_dim=8",
-    ),
+    "head_dim": ({"fields": SIXTEEN}, "head_dim", "head_dim=8"),
     "inputs": ({"tensors": exchanged("q_proj.weight", "k_proj.weight", "v_proj.weight")}, "first layer", "halves"),
-}
+    "output": ({"fields": {"norm_output": True}, "tensors": scaled(4.0)}, "norms", "norm_output=False"),
+    "residual": ({"fields": {"norm_before_residual": True}}, "norms", "norm_before_residual=False"),
+    "layers": ({"fields": {"aux_layers": [2, 1, 0]}}, "layer ids", "aux_layers=[0, 1, 2]"),
+    "blocks": ({"tensors": fused_in((1, 2, 0))}, "layer ids, or fc", "aux_layers=[1, 2, 0]"),
+    "features": ({"kind": "features"}, "feature shift", "features of the place before"),
+    "tokens": ({"kind": "tokens"}, "token shift", "tokens of the place before"),
+    "positions": ({"kind": "positions"}, "positions", "positions of drafted rows one more"),
+    "nothing": (  # rows of the output in another order, which no fingerprint tells
+        {"fields": {"backbone_fingerprint": None}, "tensors": turned("lm_head.weight")}, "acceptance", "are right"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.by_day("theta", "head_dim")
+@pytest.mark.by_day("theta", "head_dim", "features", "output")
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_cause_is_named_and_no_other(copied, name):
     planted, check, words = CAUSES[name]
@@ -309,43 +288,36 @@ def hurt(tmp_path):
     return change
 
 
-@pytest.mark.by_day("change")
-@pytest.mark.parametrize("tensors", [None, exchanged("fc.weight")])
-def test_halves_of_fc(hurt, tensors):
-    found = hurt(EagleHead.from_backbone(coder("llama"), version=1), 60, tensors=tensors, kind="eagle")
-    assert faults(found) == (["fc"] if tensors else [])
-
-
 def permuted(name, order):
     return lambda state: state | {name: torch.cat([state[name].chunk(len(order))[index] for index in order])}
 
 
-@pytest.mark.by_day("head.maps-options1-order1")
-@pytest.mark.parametrize("order", [None, [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0]])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("head.weight", {"unembedding": "own"}),
-        ("head.maps", {}),
-        ("head.leaf.weight", {"unembedding": "own", "head_type": "hmm", "rank": 2}),
-    ],
-)
-def test_the_order_of_heads(hurt, name, options, order):
-    heads = MTPHeads.from_backbone(coder("llama"), window=4, **options)
-    found = hurt(heads, 60, tensors=order and permuted(name, order))
-    assert faults(found) == (["depth"] if order else [])
+def of_heads(**options):
+    return lambda: MTPHeads.from_backbone(coder("llama"), window=4, **options)
 
 
-@pytest.mark.by_day("fields1-row")
-@pytest.mark.parametrize(("fields", "check"), [(None, None), ({"sample_from_anchor": False, "block_size": 5}, "row")])
-def test_rows_of_a_block(hurt, fields, check):
-    options = {"law": "independent", "layers": 1, "block_size": 4, "feature_layers": [0, 1]}
-    drafter = BlockDrafter.from_backbone(coder("llama"), **options)
-    assert faults(hurt(drafter, 80, fields, kind="block")) == [check] * (check is not None)
+ROWS = {"law": "independent", "layers": 1, "block_size": 4, "feature_layers": [0, 1]}
+OWN = {"unembedding": "own"}
+ORDERED = {"head.weight": OWN, "head.maps": {}, "head.leaf.weight": OWN | {"head_type": "hmm", "rank": 2}}
+HURT = {
+    "fc": (lambda: EagleHead.from_backbone(coder("llama"), version=1), {"tensors": exchanged("fc.weight")}, "fc"),
+    "rows": (lambda: BlockDrafter.from_backbone(coder("llama"), **ROWS),
+             {"fields": {"sample_from_anchor": False, "block_size": 5}}, "row"),
+} | {
+    f"{name}, {order}": (of_heads(**options), {"tensors": permuted(name, order)}, "depth")
+    for name, options in ORDERED.items() for order in ([0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0])
+}  # fmt: skip
 
 
-def with_offsets(change):
-    return lambda state: state | {"d2t": change(state["d2t"])}
+@pytest.mark.by_day("True-fc", "True-rows", "True-head.maps, [0, 2, 1, 3]")
+@pytest.mark.parametrize("name", HURT)
+@pytest.mark.parametrize("is_hurt", [False, True])
+def test_what_is_hurt_is_named(hurt, name, is_hurt):
+    make, fault, check = HURT[name]
+    drafter = make()
+    kind = {EagleHead: "eagle", BlockDrafter: "block"}.get(type(drafter), "heads")
+    found = hurt(drafter, 80 if kind == "block" else 60, kind=kind, **fault if is_hurt else {})
+    assert faults(found) == [check] * is_hurt
 
 
 def test_ids_of_drafts_that_are_one_off(learned, tmp_path):
@@ -402,42 +374,12 @@ def test_trials_leave_a_drafter_as_it_was():
         drafter.detach()
 
 
-def test_the_requests_of_the_doctor():
-    assert len(requests()) == 8 and len({each.turns for each in requests(further=True)}) == 24
-
-
-def turned(*names):
-    """Change the order of rows of matrices."""
-    return lambda state: {
-        name: weight.flip(0).contiguous() if name.endswith(names) else weight for name, weight in state.items()
-    }
-
-
-def test_little_that_nothing_explains(copied):
-    """Rows of the output in another order, which no fingerprint tells."""
-    found = seen(copied({"backbone_fingerprint": None}, turned("lm_head.weight")))
-    assert faults(found) == ["acceptance"] and "first drafts are right" in found.verdict
-
-
 @pytest.mark.parametrize(("count", "is_told"), [(32, False), (1024, True)])
 def test_chance_tells_no_want_of_vocabulary(count, is_told):
     labels = (torch.arange(count) % 32)[None]
     part = DraftVocabulary(torch.arange(25), 48)
     found = report._of_vocabulary(part, [{"input_ids": labels, "labels": labels}])
     assert (found.state == "fault") is is_told and "78.1%" in found.words
-
-
-def scaled(by: float):
-    """Change scales that cancel where the last norm is applied to what the unembedding reads, and nowhere else."""
-    factors = {"norm.weight": by, "lm_head.weight": 1 / by}
-    return lambda state: state | {name: state[name] * factor for name, factor in factors.items()}
-
-
-@pytest.mark.by_day("norm_output-4.0")
-@pytest.mark.parametrize(("name", "by"), [("norm_output", 4.0), ("norm_before_residual", 1.0)])
-def test_norms_that_no_tensor_shows(copied, name, by):
-    found = seen(copied({name: True}, scaled(by)), count=24, new_tokens=40)
-    assert faults(found) == ["norms"] and f"{name}=False" in found.verdict
 
 
 @pytest.mark.parametrize(

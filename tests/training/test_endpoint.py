@@ -130,14 +130,6 @@ def test_every_row_is_there_once_after_failures_and_a_kill(tmp_path, monkeypatch
     assert before >= ROWS // 2 and len(server.asked) - before < ROWS  # what was written is not asked for again
 
 
-def test_requests_have_ids_and_a_seed_of_their_row(tmp_path):
-    with serving() as (server, url):
-        regenerate(endpoint(url), prompts(5), tmp_path, max_new_tokens=TOKENS, seed=40, temperature=0.5)
-        asked = sorted(server.asked, key=lambda body: body["seed"])
-    assert [body["prompt"] for body in asked] == prompts(5) and [body["seed"] for body in asked] == [*range(40, 45)]
-    assert all(body["model"] == "tiny" and body["temperature"] == 0.5 and body["return_token_ids"] for body in asked)
-
-
 def _other_prompt(found):
     found["choices"][0]["prompt_token_ids"] = [1, 5, 6]
 
@@ -177,20 +169,6 @@ def test_a_server_that_cannot_be_used_is_not_asked_for_all_rows(case, tmp_path):
     assert len(server.asked) < 70 and not part_files(tmp_path)
 
 
-def test_what_was_answered_before_an_error_is_written(tmp_path, monkeypatch):
-    def fails_later(found):
-        if len(server.asked) > 30:
-            found.clear()
-
-    monkeypatch.setattr(regeneration_module, "_SECONDS", 0.0)
-    with serving(changed=fails_later) as (server, url):
-        with pytest.raises(EndpointError, match="row .*OpenAI's form"):
-            regenerate(endpoint(url, tries=2), prompts(100), tmp_path, max_new_tokens=TOKENS)
-        server.changed, asked = None, len(server.asked)
-        rows = regenerate(endpoint(url), prompts(100), tmp_path, max_new_tokens=TOKENS)
-    assert len(rows) == 100 and len(server.asked) - asked < 90
-
-
 class Letters:
     """A tokenizer of letters."""
 
@@ -208,8 +186,12 @@ def test_text_is_tokenised_where_a_server_returns_no_ids(tmp_path):
         found["choices"][0]["text"] = Letters().decode(found["choices"][0]["token_ids"], True)
         _no_ids(found)
 
-    with serving(changed=as_text) as (_, url):
-        rows = regenerate(endpoint(url, tokenizer=Letters()), prompts(8), tmp_path, max_new_tokens=TOKENS)
+    with serving(changed=as_text) as (server, url):
+        asked = dict(max_new_tokens=TOKENS, seed=40, temperature=0.5)
+        rows = regenerate(endpoint(url, tokenizer=Letters()), prompts(8), tmp_path, **asked)
+    bodies = sorted(server.asked, key=lambda body: body["seed"])
+    assert [body["prompt"] for body in bodies] == prompts(8) and [body["seed"] for body in bodies] == [*range(40, 48)]
+    assert all(body["model"] == "tiny" and body["temperature"] == 0.5 and body["return_token_ids"] for body in bodies)
     for row, prompt in zip(rows.rows, prompts(8)):
         new = [each for each in answer(prompt) if each != 1]
         assert row["ids"] == prompt + new + [1] * (len(answer(prompt)) < TOKENS)
@@ -345,10 +327,6 @@ def test_a_redirection_is_refused_and_not_followed():
 def test_an_answer_of_another_form_is_named():
     for text in ("[" * 100_000, "null", "[]", '"x"', "9" * 5000, '{"choices": {}}', '{"choices": [3]}'):
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
-        served, refused = (
-            serving(instead=lambda handler, said=head: handler.wfile.write(said)),
-            pytest.raises(EndpointError),
-        )
-        with served as (_, url), refused as error:
+        refused = pytest.raises(EndpointError, match="row 0.*OpenAI's form")
+        with serving(instead=lambda handler, said=head: handler.wfile.write(said)) as (_, url), refused:
             list(endpoint(url, tries=1).completions({0: [3]}, 2, 0, {}))
-        assert "row 0" in str(error.value) and "OpenAI's form" in str(error.value)

@@ -1,62 +1,35 @@
-"""Features on disk: the losses of training without them, a writer that may be killed, damage, and what is refused."""
+"""Features on disk: the losses of training without them, rows that share a call, and what is refused."""
 
 import copy
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from tests.training.conftest import ragged_rows, trainer_for
+from tests.training.test_empty_batches import DRAFTERS as EMPTY
+from tests.training.test_empty_batches import block
 from tests.training.test_evaluation_loss import llama
-from tokenahead import BlockDrafter, EagleHead, MTPHeads
+from tests.training.test_joined_rows import DRAFTERS as JOINED
+from tests.training.test_joined_rows import HALF, eagle
+from tokenahead import MTPHeads
 from tokenahead.modeling.block import losses as block_losses
 from tokenahead.modeling.common import teacher as heads_teacher
 from tokenahead.modeling.eagle import losses as eagle_losses
 from tokenahead.training import cache_features
 from tokenahead.training.features import FeatureDataset
-from tokenahead.training.parts import part_files
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def backbone():
-    return llama(num_hidden_layers=3)
-
 
 DRAFTERS = {
-    "cp": lambda: MTPHeads.from_backbone(backbone(), window=3, head_type="cp", rank=2),
-    "layer": lambda: MTPHeads.from_backbone(backbone(), window=3, head_type="layer"),
-    "draft layers": lambda: MTPHeads.from_backbone(backbone(), window=3, draft_layers=2),
-    "taught": lambda: MTPHeads.from_backbone(
-        backbone(), window=3, loss_options=dict(target="teacher", divergence="kl")
-    ),
-    "lk over half": lambda: MTPHeads.from_backbone(
-        backbone(), window=3, loss_options=dict(target="teacher", divergence="lk"), draft_ids=torch.arange(0, 320, 2)
-    ),
-    "eagle 1 over half": lambda: EagleHead.from_backbone(backbone(), version=1, draft_ids=torch.arange(0, 320, 2)),
-    "eagle 1": lambda: EagleHead.from_backbone(backbone(), version=1),
-    "block over half": lambda: BlockDrafter.from_backbone(
-        backbone(), layers=1, block_size=3, law_options=dict(rank=4), draft_ids=torch.arange(0, 320, 2)
-    ),
-    "block": lambda: BlockDrafter.from_backbone(
-        backbone(), law="hmm", layers=1, block_size=3, loss_options=dict(layout="deepspec", terms={"l1": 1.0})
-    ),
-    "eagle 3": lambda: EagleHead.from_backbone(backbone(), version=3, aux_layers=[1, 2]),
-    "p-eagle": lambda: EagleHead.from_backbone(
-        backbone(), version=3, aux_layers=[1, 2], mask_token_id=3, loss_options=dict(steps=3, kept=1.0)
-    ),
+    **{name: JOINED[name] for name in ("circuit", "layers", "draft layers", "taught", "lk over half")},
+    **{name: JOINED[name] for name in ("eagle 1", "eagle 3", "eagle over half")},
+    **{name: EMPTY[name] for name in ("block", "block speculators")},
+    "block over half": block(law_options={"rank": 4}, draft_ids=HALF),
+    "p-eagle": eagle(mask_token_id=3, loss_options={"steps": 3, "kept": 1.0}),
 }
 
 
 def rows():
-    return [dict(row) for row in ragged_rows(12)]
+    return ragged_rows(12, vocab_size=64)
 
 
 def losses(trainer):
@@ -64,7 +37,7 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.by_day("lk over half", "eagle 3", "block")
+@pytest.mark.by_day("lk over half", "block")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, tmp_path, monkeypatch):
     data, found = rows(), []
@@ -74,7 +47,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         if cached:
             data = cache_features(drafter, data, tmp_path / "f", tokens_per_shard=50)
             assert len(data.parts) > 2
-        trainer = trainer_for(drafter, tmp_path, data, max_steps=5, learning_rate=0.05, optim="sgd")
+        trainer = trainer_for(drafter, tmp_path, data, max_steps=3, learning_rate=0.05, optim="sgd")
         if cached:
             trainer.data_collator = data.collate
             drafter.backbone.forward = None  # is not called
@@ -109,7 +82,7 @@ def test_rows_of_similar_lengths_go_through_the_backbone_together(kind, tmp_path
     if kind == "dynamic rope":  # of the longest row in a batch
         assert together == sum(lengths)
     else:
-        assert together <= 1.1 * sum(lengths) and len(computed) < 12
+        assert together <= 1.1 * sum(lengths) and len(computed) < 16
     alone = fresh.eval()
     for number in sorted(range(60), key=lengths.__getitem__):  # these angles follow the length upwards alone
         row = data[number]
@@ -120,7 +93,7 @@ def test_rows_of_similar_lengths_go_through_the_backbone_together(kind, tmp_path
 
 @pytest.mark.core
 def test_rows_come_back_in_order_without_padding(tmp_path):
-    heads = DRAFTERS["layer"]()
+    heads = DRAFTERS["layers"]()
     data = cache_features(heads, rows(), tmp_path, tokens_per_shard=60)
     for found, row in zip(data, rows()):
         real = row["attention_mask"].bool()
@@ -133,69 +106,23 @@ def test_rows_come_back_in_order_without_padding(tmp_path):
     assert len(data) == 12 and torch.equal(data[-1]["labels"], data[11]["labels"])
 
 
-SCRIPT = """
-import sys, time, torch
-from tests.training.test_features import DRAFTERS, rows
-from tokenahead.training import features
-torch.manual_seed(0)
-from tokenahead.training import parts
-write = parts.save_file
-def slow(*args, **kwargs):
-    write(*args, **kwargs)
-    print("part", flush=True)
-    time.sleep(0.3)  # killed here, a part is written and has no name yet
-parts.save_file = slow
-features.cache_features(DRAFTERS["cp"](), rows(), sys.argv[1], tokens_per_shard=30)
-"""
-
-
-@pytest.mark.nightly
-def test_a_killed_writer_goes_on_with_the_next_part(tmp_path):
-    folder = tmp_path / "killed"
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    written = 0
-    while written < 3:
-        written += process.stdout.readline() == "part\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    times = {path: path.stat().st_mtime_ns for path in part_files(folder)}
-    assert 1 <= len(times) <= 3
-    with pytest.raises(ValueError, match=r"holds \d+ of 12 rows"):
-        FeatureDataset(folder)
-    torch.manual_seed(0)
-    drafter = DRAFTERS["cp"]()
-    found = cache_features(drafter, rows(), folder, tokens_per_shard=30)
-    assert all(path.stat().st_mtime_ns == time for path, time in times.items())
-    assert {path.name for path in folder.iterdir()} == {"index.json", *(part.path.name for part in found.parts)}
-    whole = cache_features(drafter, rows(), tmp_path / "whole", tokens_per_shard=30)
-    assert found.index == whole.index
-    for one, other in zip(found, whole):
-        assert all(torch.equal(one[name], other[name]) for name in other)
-
-
 @pytest.mark.core
 def test_refusals(tmp_path):
-    heads, data = DRAFTERS["cp"](), rows()
+    heads, data = DRAFTERS["circuit"](), rows()
     cache_features(heads, data, tmp_path / "f")
     with pytest.raises(ValueError, match="data="):
         cache_features(heads, data[:5], tmp_path / "f")
     with pytest.raises(ValueError, match="layers="):
-        cache_features(DRAFTERS["layer"](), data, tmp_path / "f")
+        cache_features(DRAFTERS["layers"](), data, tmp_path / "f")
     with torch.no_grad():
         heads.backbone.lm_head.weight.add_(1)
     with pytest.raises(ValueError, match="weights="):
         cache_features(heads, data, tmp_path / "f")
     with pytest.raises(ValueError, match="dtype='int8'"):
         cache_features(heads, data, tmp_path / "g", dtype="int8")
-    with pytest.raises(ValueError, match="no rows"):
-        cache_features(heads, [], tmp_path / "g")
     with pytest.raises(FileNotFoundError):
         FeatureDataset(tmp_path / "g")
     with pytest.raises(ValueError, match="needs.*2"):
-        DRAFTERS["layer"]()(
+        DRAFTERS["layers"]()(
             data[0]["input_ids"][None], labels=data[0]["labels"][None], cached_states=torch.zeros(1, 20, 1, 32)
         )

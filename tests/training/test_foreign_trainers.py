@@ -80,7 +80,7 @@ def test_a_trained_model_has_one_frame_of_ours_around_its_forward(tmp_path):
     model, names = train("modules", "sft", tmp_path), []
 
     def note(*_):
-        names.extend(frame.name for frame in traceback.extract_stack() if "common/outputs" in frame.filename)
+        names.extend(frame.name for frame in traceback.extract_stack() if "common/online" in frame.filename)
 
     model.base_model.register_forward_pre_hook(note)
     model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))

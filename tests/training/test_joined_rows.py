@@ -83,26 +83,10 @@ def learned(model, batch) -> list[torch.Tensor]:
     return [output.loss.detach(), output.head_losses.nan_to_num(0.0), *gradients]
 
 
-@pytest.mark.by_day(
-    *(
-        f"{name}-torch.float64-1e-12"
-        for name in (
-            "independent",
-            "circuit",
-            "hydra",
-            "layers",
-            "lk over half",
-            "joint",
-            "eagle 1",
-            "eagle over half",
-            "hass",
-            "eagle block",
-            "evabyte",
-            "modules",
-            "deepseek",
-        )
-    )
-)
+BY_DAY = ["circuit", "hydra", "lk over half", "joint", "eagle 1", "eagle over half", "hass", "evabyte", "modules"]
+
+
+@pytest.mark.by_day(*(f"{name}-torch.float64-1e-12" for name in BY_DAY))
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 5e-6)], ids=str)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_joined_rows_teach_what_padded_ones_do(name, dtype, bound):

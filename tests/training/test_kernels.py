@@ -27,11 +27,7 @@ TRAINERS = {
     "slots, TRL": (PTPSFTTrainer, student),
     "preferences": (MTPDPOTrainer, lambda: family_model("llama", vocab_size=320)),
 }
-ASKED = {
-    "torch_compile": ({"torch_compile": True}, "torch_compile=True"),
-    "a backend": ({"torch_compile_backend": "eager"}, "torch_compile=True"),
-    "a mode": ({"torch_compile_mode": "reduce-overhead"}, "torch_compile=True"),
-}
+ASKED = {"torch_compile": True, "torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}
 
 
 def made(kind, folder, **options):
@@ -46,13 +42,12 @@ def made(kind, folder, **options):
     return trainer_class(*given, train_dataset=data, processing_class=EvaByteTokenizer() if sft or dpo else None)
 
 
-@pytest.mark.by_day("heads-torch_compile", "slots, TRL-a mode")
+@pytest.mark.by_day("heads-torch_compile", "slots, TRL-torch_compile_mode")
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_no_trainer_takes_it(kind, asked, tmp_path):
-    options, message = ASKED[asked]
-    with pytest.raises(ValueError, match=message):
-        made(kind, tmp_path, **options)
+    with pytest.raises(ValueError, match="torch_compile=True"):
+        made(kind, tmp_path, **{asked: ASKED[asked]})
 
 
 def test_a_backend_of_accelerate_launch_is_refused(tmp_path, monkeypatch):

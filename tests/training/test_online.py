@@ -130,8 +130,7 @@ def optimized(online):
 
 
 def check_equal(one, other):
-    assert one.curve == other.curve and one.buffer.runs == other.buffer.runs
-    assert one.tokens == other.tokens and one.buffer.written == other.buffer.written
+    assert one.curve == other.curve and one.tokens == other.tokens
     kept, same = (learner.buffer.state_dict() for learner in (one, other))
     assert all(torch.equal(tensor, same[name]) for name, tensor in kept.items())
     for left, right in ((one.drafter.state_dict(), other.drafter.state_dict()), (optimized(one), optimized(other))):
@@ -144,7 +143,7 @@ def test_a_resumed_run_goes_on_with_the_same_drafter_and_buffer(kind, dtype, tmp
     whole = run(tmp_path, kind, dtype=dtype)
     saved = tmp_path / "checkpoint-2"
     resumed = run(tmp_path, kind, resume=str(saved), dtype=dtype)
-    assert len(whole.curve) == 4 and whole.buffer.written > 64
+    assert len(whole.curve) == 4 and whole.tokens > 64
     check_equal(whole, resumed)
     again = type(whole.drafter).from_pretrained(saved / "online_drafter" / "drafter")
     assert again.attach(whole.drafter.backbone).is_attached

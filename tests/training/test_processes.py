@@ -1,6 +1,8 @@
 """Two processes on a CPU: the losses, metrics and weights of one, for every kind of model."""
 
 import json
+import multiprocessing
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,36 +16,34 @@ from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training import trainer_base
 
-EXAMPLES = ROOT / "examples" / "accelerate"
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "accelerate": ["accelerate.commands.launch", "--config_file", str(EXAMPLES / "cpus.yaml")],
-    "fsdp2": ["accelerate.commands.launch", "--config_file", str(EXAMPLES / "fsdp2.yaml")],
-}
-PLAIN = {
-    name: list(LAUNCHERS)[number % 2] for number, name in enumerate(process_client.MAKERS)
-}  # both launchers start the same processes: each has half of the models
+CONFIG = ROOT / "examples" / "accelerate" / "fsdp2.yaml"
 SHARDED = ["evabyte", "heads", "joint", "joint_layers", "modules", "eagle", "parallel", "masks"]
 
 
 @pytest.fixture(scope="module")
 def two(request, tmp_path_factory):
-    """What two processes have written, by launcher, of the models whose tests run."""
-    plain, sharded = (
-        {item.callspec.params["name"] for item in request.session.items if item.function is test}
-        for test in (test_two_processes_do_what_one_does, test_shards_do_what_one_process_does)
-    )
-    names = {launcher: [name for name in PLAIN if PLAIN[name] == launcher and name in plain] for launcher in LAUNCHERS}
-    names["fsdp2"] = [name for name in SHARDED if name in sharded]
-    folders = {launcher: tmp_path_factory.mktemp(launcher) for launcher in LAUNCHERS}
-    started = {}
-    for launcher, words in ((launcher, words) for launcher, words in LAUNCHERS.items() if names[launcher]):
-        port = ["--main_process_port", "0"] if launcher != "torchrun" else []
-        client = ["-m", "tests.training.process_client", str(folders[launcher]), *names[launcher]]
-        started[launcher] = Program("-m", *words, *port, *client)
-    for program in started.values():
-        program.ended(600)
-    return folders
+    """What two processes have written of the models whose tests run: of plain ones, and of sharded ones."""
+
+    def asked(test):
+        return [item.callspec.params["name"] for item in request.session.items if item.function is test]
+
+    plain, sharded = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("sharded")
+    if names := asked(test_shards_do_what_one_process_does):
+        words = ["--config_file", CONFIG, "--main_process_port", "0", "-m", process_client.__name__, sharded, *names]
+        Program("-m", "accelerate.commands.launch", *words).ended(600)
+    if names := asked(test_two_processes_do_what_one_does):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([process_client.__name__])  # it is imported once for both
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        started = [context.Process(target=process_client.join, args=(each, port, plain, names)) for each in range(2)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(600)
+        assert [process.exitcode for process in started] == [0, 0]
+    return plain, sharded
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,13 @@ def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_two_processes_do_what_one_does(name, two, alone):
     """The held-out rows are no multiple of what both take at once: none counts twice in losses and acceptance."""
     history, weights = alone(name)
-    other = _history(two[PLAIN[name]], name)
+    other = _history(two[0], name)
     steps = [entry["loss"] for entry in history if "loss" in entry]
     assert len(steps) == 3 and all(steps) and any("eval_loss" in entry for entry in history)
     assert len(history) == len(other)
     for mine, theirs in zip(history, other):
         assert theirs == pytest.approx(mine, rel=1e-6, abs=1e-6)
-    _same(load_file(two[PLAIN[name]] / f"{name}.safetensors"), weights)
+    _same(load_file(two[0] / f"{name}.safetensors"), weights)
 
 
 @pytest.mark.nightly
@@ -88,15 +88,15 @@ def test_two_processes_do_what_one_does(name, two, alone):
 def test_shards_do_what_one_process_does(name, two, alone):
     """Two steps, a sharded checkpoint, a third step after resuming from it; the directory at the end is whole."""
     history, weights = alone(name)
-    for mine, theirs in zip(history, _history(two["fsdp2"], name), strict=True):
+    for mine, theirs in zip(history, _history(two[1], name), strict=True):
         assert theirs == pytest.approx({key: mine[key] for key in theirs}, rel=1e-6, abs=1e-6)
-    _same(load_file(two["fsdp2"] / f"{name}.safetensors"), weights)
+    _same(load_file(two[1] / f"{name}.safetensors"), weights)
     whole = process_client.MAKERS[name]()
     if name.startswith("joint"):
         whole = JointMTPModel(whole)
-        whole.load_checkpoint(two["fsdp2"] / f"{name}_whole")
+        whole.load_checkpoint(two[1] / f"{name}_whole")
     else:
-        whole = type(whole).from_pretrained(two["fsdp2"] / f"{name}_whole")
+        whole = type(whole).from_pretrained(two[1] / f"{name}_whole")
     _same(dict(whole.state_dict()), weights)
 
 

@@ -124,7 +124,7 @@ def test_a_server_gives_the_rows_of_the_backbone_and_of_the_disk(name, tmp_path)
     for source in (stored, there.data and here):
         assert len(source) == 6 and source.lengths == here.lengths
     close(stored[4], here[-2])
-    close(stored.collate(stored.rows([1, 3])), here.collate(here.rows([1, 3])))
+    close(stored.collate([stored[1], stored[3]]), here.collate([here[1], here[3]]))
 
 
 def test_a_trainer_takes_rows_of_a_server(tmp_path):
@@ -141,44 +141,24 @@ def test_a_trainer_takes_rows_of_a_server(tmp_path):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
-def other_tokens(tensors):
-    tensors["token_ids"] = tensors["token_ids"] + 1
+SHAPE = r"hidden_states.*\[1, 2, 3, 4\]"
+CHANGES = {
+    "other tokens": (lambda found: found.update(token_ids=found["token_ids"] + 1), "other tokens"),
+    "narrow": (lambda found: found.update(hidden_states=found["hidden_states"][..., :16].contiguous()), SHAPE),
+    "turned": (lambda found: found.update(hidden_states=found["hidden_states"].transpose(0, 1).contiguous()), SHAPE),
+    "infinite": (lambda found: found["hidden_states"][0, 0].fill_(torch.nan), "not finite"),
+    "unnamed": (lambda found: found.pop("hidden_states"), "hidden_states"),
+    "wider than asked": (lambda found: found.update(more=torch.zeros(1 << 22)), "more than"),
+}
 
 
-def narrow(tensors):
-    tensors["hidden_states"] = tensors["hidden_states"][..., :16].contiguous()
-
-
-def unnamed(tensors):
-    del tensors["hidden_states"]
-
-
-def wider_than_asked(tensors):
-    tensors["more"] = torch.zeros(1 << 22)
-
-
-def turned(tensors):
-    tensors["hidden_states"] = tensors["hidden_states"].transpose(0, 1).contiguous()
-
-
-def infinite(tensors):
-    tensors["hidden_states"][0, 0, 0] = torch.nan
-
-
-@pytest.mark.by_day("other_tokens", "turned", "infinite", "wider_than_asked")
-@pytest.mark.parametrize("change", [other_tokens, narrow, turned, infinite, unnamed, wider_than_asked])
-def test_other_states_are_refused(change, tmp_path):
-    drafter = DRAFTERS["eagle3"](llama(num_hidden_layers=4))
-    words = {
-        other_tokens: "other tokens",
-        infinite: "not finite",
-        unnamed: "hidden_states",
-        wider_than_asked: "more than",
-    }
-    words = words.get(change, r"hidden_states.*\[1, 2, 3, 4\]")
+@pytest.mark.by_day("other tokens", "turned", "infinite", "wider than asked")
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_states_are_refused(name, tmp_path):
+    drafter, (change, words) = DRAFTERS["eagle3"](llama(num_hidden_layers=4)), CHANGES[name]
     refused = pytest.raises(EndpointError, match=f"row 2.*{words}")
     with serving(drafter, tmp_path / "files", change) as endpoint, refused:
-        ServerStates(endpoint, drafter, data(), folder=tmp_path / "files").rows([2])
+        ServerStates(endpoint, drafter, data(), folder=tmp_path / "files")[2]
 
 
 def test_a_server_that_extracts_nothing_and_files_that_do_not_come_are_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import httpx
 import pytest
@@ -18,8 +17,8 @@ from tokenahead.training.evaluation.decoding import drafted_flags
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
 
 
-def ids(text: str | bytes) -> list[int]:
-    return [byte + 64 for byte in (text.encode() if isinstance(text, str) else text)]
+def ids(text: str) -> list[int]:
+    return [byte + 64 for byte in text.encode()]
 
 
 def save(folder, model):
@@ -59,16 +58,10 @@ def run(*words) -> int:
     return ended.value.code or 0
 
 
-def test_a_character_belongs_to_the_token_that_completes_it():
-    first, second = ids("é")
-    text = [ids("a")[0], first, second, ids("!")[0]]
-    assert [*spans(EvaByteTokenizer(), text, [False, False, True, False])] == [("a", False), ("é", True), ("!", False)]
-    assert [*spans(EvaByteTokenizer(), text[:2], [False, True])] == [("a", False)]
-
-
 def test_what_the_model_writes_is_text(llama):
-    markup = "<script>&"
-    assert [*spans(EvaByteTokenizer(), ids(markup), [True] * len(markup))] == [(markup, True)]
+    text = ids("aé<")  # a character belongs to the token that completes it
+    assert [*spans(EvaByteTokenizer(), text, [False, False, True, False])] == [("a", False), ("é", True), ("<", False)]
+    assert [*spans(EvaByteTokenizer(), text[:2], [False, True])] == [("a", False)]
     pytest.importorskip("gradio")
     kinds = {type(block).__name__ for block in web.build(llama).blocks.values()}
     assert "HighlightedText" in kinds and not {"HTML", "Markdown"} & kinds
@@ -80,34 +73,18 @@ def test_what_the_model_writes_is_text(llama):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_colours_are_what_speculation_counts(name, temperature, request):
     writer = request.getfixturevalue(name)
-    for as_tree in {False, writer.draws_trees}:
-        *earlier, (text, words) = writer.write("abc abc ab", 24, temperature, 3, as_tree)
-        tree = {"top_k": 3} if name == "author" else {"top_k": 3, "total_tokens": 16}
-        batch = writer.writer.batch([web.Prompt("", ("abc abc ab",))], [[]], "cpu")
-        torch.manual_seed(3)
-        mode = web.sampled(temperature) if temperature else web.GREEDY
-        options = mode.options | ({"draft_tree": tree} if as_tree else {})
-        out = writer.method.generate(**batch, **options, max_new_tokens=24)
-        new = out.sequences[0, batch["input_ids"].shape[1] :].tolist()
-        flags = drafted_flags(out.speculation.rows_accepted[0], 24)
-        prompt, *parts = text
-        assert prompt[0].startswith("abc abc ab") and prompt[1] is None
-        assert [(piece, "drafted" in who) for piece, who in parts] == [*spans(EvaByteTokenizer(), new, flags)]
-        assert "24 tokens" in words and f"{out.speculation.backbone_calls} calls" in words and "plain" in words
-        assert earlier[0][0][0] == prompt
-
-
-def test_a_prompt_that_cannot_be_is_named(author):
-    for prompt, message in ((" \n", "prompt.*empty"), ("a" * 120, "prompt.*154.*112")):
-        with pytest.raises(ValueError, match=message):
-            next(author.write(prompt, 16, 0.0, 0, False))
-
-
-@pytest.mark.core
-def test_a_drafter_that_does_not_fit_is_named(llama):
-    for drafter, message in (("own", "own.*LlamaForCausalLM"), ("heads:/nowhere", "/nowhere")):
-        with pytest.raises((ValueError, OSError), match=f"--drafter.*{message}"):
-            web.Author(llama, drafter)
+    *earlier, (text, words) = writer.write("abc abc ab", 24, temperature, 3)
+    batch = writer.writer.batch([web.Prompt("", ("abc abc ab",))], [[]], "cpu")
+    torch.manual_seed(3)
+    mode = web.sampled(temperature) if temperature else web.GREEDY
+    out = writer.method.generate(**batch, **mode.options, max_new_tokens=24)
+    new = out.sequences[0, batch["input_ids"].shape[1] :].tolist()
+    flags = drafted_flags(out.speculation.rows_accepted[0], 24)
+    prompt, *parts = text
+    assert prompt[0].startswith("abc abc ab") and prompt[1] is None
+    assert [(piece, "drafted" in who) for piece, who in parts] == [*spans(EvaByteTokenizer(), new, flags)]
+    assert "24 tokens" in words and f"{out.speculation.backbone_calls} calls" in words and "plain" in words
+    assert earlier[0][0][0] == prompt
 
 
 def test_a_missing_gradio_is_named_before_anything_is_loaded(capsys, monkeypatch):
@@ -123,23 +100,19 @@ def test_a_model_and_an_address_that_cannot_be_are_named(capsys, monkeypatch):
         assert run("--web", address) == 1 and address in capsys.readouterr().err
 
 
-def test_a_call_that_fails_says_why_and_holds_up_nobody(own, monkeypatch):
+def test_a_call_that_fails_or_a_visitor_who_leaves_holds_up_nobody(own, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("no such kernel")
 
+    *_, alone = own.write("abc", 16, 0.0, 0)
     monkeypatch.setattr(web, "decode", fails)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        list(own.write("abc", 16, 0.0, 0, False))
+        list(own.write("abc", 16, 0.0, 0))
     monkeypatch.undo()
-    assert list(own.write("abc", 16, 0.0, 0, False))
-
-
-def test_a_visitor_who_leaves_disturbs_nobody(own):
-    *_, alone = own.write("abc", 16, 0.0, 0, False)
-    left = own.write("x", 200, 0.0, 0, False)
+    left = own.write("x", 200, 0.0, 0)
     next(left)
     left.close()
-    *_, (text, _) = own.write("abc", 16, 0.0, 0, False)
+    *_, (text, _) = own.write("abc", 16, 0.0, 0)
     assert text == alone[0]
 
 
@@ -157,19 +130,14 @@ def check_guard(url):
         assert answer(url, path, method="POST", files={"files": b"x"}) == 403
     for content in (b" " * (1 << 20 | 1), iter([b" " * (1 << 20), b" "])):  # of iterators no length is sent
         assert answer(url, "/gradio_api/queue/join", method="POST", content=content) == 413
-    sent = []
-    pieces = (sent.append(1) or b" " * (1 << 16) for _ in range(1 << 10))
-    with suppress(httpx.TransportError):  # the connection is closed while more is sent
-        assert answer(url, "/gradio_api/queue/join", method="POST", content=pieces) == 413
-    assert len(sent) < 1 << 9
 
 
 def test_hosts_of_other_names_are_refused():
     right = ("127.0.0.1", "127.0.0.1:7860", "[::1]:80", "LocalHost", "me.lan:1", "10.0.0.7")
     wrong = ("evil.example", "evil.example:80", "[evil", "::1:evil", "")
     for host, status in {**dict.fromkeys(right, 200), **dict.fromkeys(wrong, 421)}.items():
-        assert web.Guard(None, ["localhost", "Me.lan"]).fault({b"host": host.encode()})[0] == status, host
-        assert web.Guard(None).fault({b"host": host.encode()})[0] == 200
+        assert web.fault({b"host": host.encode()}, ["localhost", "Me.lan"])[0] == status, host
+        assert web.fault({b"host": host.encode()}, None)[0] == 200
 
 
 def test_visitors_get_their_own_texts(llama, monkeypatch):
@@ -185,15 +153,13 @@ def test_visitors_get_their_own_texts(llama, monkeypatch):
         patient = dict(httpx_kwargs={"timeout": 60}, verbose=False, analytics_enabled=False)  # pandas comes first
         clients = [Client(url, **patient) for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                pool.submit(client.predict, prompt, 16, 0.0, 0, False, api_name="/write")
-                for client, prompt in zip(clients, ("first <i>", "second"))
-            ]
+            asked = zip(clients, ("first <i>", "second"))
+            jobs = [pool.submit(client.predict, prompt, 16, 0.0, 0, api_name="/write") for client, prompt in asked]
             first, second = (job.result(120) for job in jobs)
         texts = ["".join(piece["token"] for piece in found[0]) for found in (first, second)]
         assert "first <i>" in texts[0] and "second" not in texts[0] and "second" in texts[1]
         assert "16 tokens" in first[1] and "per call" in first[1]
-        refused = clients[0].predict(" ", 16, 0.0, 0, False, api_name="/write")
+        refused = clients[0].predict(" ", 16, 0.0, 0, api_name="/write")
         assert not refused[0] and "prompt" in refused[1]
     finally:
         page.close()

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -57,41 +58,36 @@ def test_the_final_save_is_one_version_with_its_tokenizer(tmp_path):
     assert (tmp_path / "run" / "README.md").read_text() == "by hand" and number > 20
 
 
-def unfinished(trainer, folder):
-    number = 0
-    while not any(folder.glob(COMPLETE)):
+@pytest.fixture
+def unfinished(tmp_path):
+    """A trainer whose directory `run` was killed when its version 2 was complete, and not yet brought in."""
+    trainer, number = trainer_of(tmp_path / "run"), 0
+    while not any((tmp_path / "run").glob(COMPLETE)):
         save(trainer, 1)
         assert killed(lambda: save(trainer, 2), number)
         number += 1
+    return trainer
 
 
-def test_a_push_finishes_first_and_leaves_hidden_folders_out(tmp_path):
-    trainer = trainer_of(tmp_path / "run")
-    unfinished(trainer, tmp_path / "run")
+def test_a_push_finishes_first_and_leaves_hidden_folders_out(unfinished, tmp_path):
     (tmp_path / "run" / ".tokenahead-saving.left").mkdir()
     (tmp_path / "run" / ".tokenahead-saving.left" / "model.safetensors").write_text("")
     public_copy(tmp_path / "run", tmp_path / "copy")
     assert versions(tmp_path / "copy") == {2} and hidden(tmp_path / "copy") == []
 
 
-def test_a_run_resumes_from_a_checkpoint_that_it_finishes(tmp_path):
-    trainer = trainer_of(tmp_path / "run")
-    unfinished(trainer, tmp_path / "run")
-    trainer._load_from_checkpoint(str(tmp_path / "run"))
-    assert {each.flatten()[0].item() for each in trainer.model.parameters()} == {2.0}
+def test_a_run_resumes_from_a_checkpoint_that_it_finishes(unfinished, tmp_path):
+    unfinished._load_from_checkpoint(str(tmp_path / "run"))
+    assert {each.flatten()[0].item() for each in unfinished.model.parameters()} == {2.0}
     assert hidden(tmp_path / "run") == []
 
 
-def test_auto_classes_read_what_a_load_of_ours_has_finished(tmp_path):
-    trainer = trainer_of(tmp_path / "run")
-    unfinished(trainer, tmp_path / "run")
+def test_auto_classes_read_what_a_load_of_ours_has_finished(unfinished, tmp_path):
     EvaByteForMTPC.from_pretrained(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["initializer_range"] == 0.002
     assert AutoTokenizer.from_pretrained(tmp_path / "run").model_max_length == 2
 
 
-def test_a_directory_with_an_unfinished_model_counts_as_a_model(tmp_path):
-    trainer = trainer_of(tmp_path / "run")
-    unfinished(trainer, tmp_path / "run")
+def test_a_directory_with_an_unfinished_model_counts_as_a_model(unfinished, tmp_path):
     (tmp_path / "run" / "config.json").unlink(missing_ok=True)
     assert holds_model(tmp_path / "run") and not has_adapters(tmp_path / "run")

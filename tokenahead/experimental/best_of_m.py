@@ -4,8 +4,8 @@ Every cycle draws M fresh vectors for the next output positions and drafts a bra
 the branches makes the M drafts after each of their ends. The choice depends on the positions of a branch's uniforms in
 the intervals of the *target's* picks. On any prefix these are uniform and independent of the tokens, so the choice
 changes no distribution, as long as no uniform after the stop is used again; the paper's Eq. 18 has the opposite sign
-and measures against the student. Every branch has its own groups of slots, and in every group the vectors share the
-first slot, which reads the uniform of the target's pick.
+and measures against the student. In every group of slots the vectors share the first, which reads the uniform of the
+target's pick.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ..generation.call.sequences import Sequences
 from ..generation.contract import DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..generation.tensors.masks import cached_arange
 from ..generation.tensors.sampling import interval, pick
-from ..generation.tensors.uniforms import best_of as most_central
 from ..generation.verification.verifiers import CoupledVerifier, Verifier, distribution_of
 from ..modeling.ptp.generation import make_uniforms
 from ..modeling.ptp.model import PTPForCausalLM
@@ -36,9 +35,6 @@ def best_of(model: PTPForCausalLM, many: int) -> BestOfForCausalLM:
     More drafts are accepted, for `many` ^ 2 times the slots. A run with `seed` can be repeated, but differs from that
     of `use_mtp=False`. Drafts do not look at constraints; the text keeps to them all the same.
 
-    Raises:
-        ValueError: `many` below 1, or a model whose slots read no uniforms.
-
     Example:
         >>> out = best_of(model, 4).generate(**inputs, do_sample=True)
     """
@@ -50,17 +46,23 @@ def best_of(model: PTPForCausalLM, many: int) -> BestOfForCausalLM:
     return chosen
 
 
+def most_central(positions: Tensor, num_correct: Tensor) -> Tensor:
+    """Return the index of the best of M vectors of uniforms, [...] int64: that nearest the centres of the intervals.
+
+    The score is sum_k |v_k - 1/2| over the positions v [..., M, N] of uniforms in intervals of the *target's* picks,
+    and the least wins; `num_correct` drafts [..., M] break ties, where more are better.
+    """
+    score = (positions.double() - 0.5).abs().sum(-1)  # [..., M]
+    return (score - 1e-12 * num_correct).argmin(-1)
+
+
 class BestOfForCausalLM(PTPForCausalLM):
     """See `best_of`."""
 
     many: int
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """See `ParallelDrafter`.
-
-        Raises:
-            ValueError: Another rule than the coupled one, uniforms, or a seed with lengths that follow the clock.
-        """
+        """Refuse another rule than the coupled one, uniforms, and a seed with lengths that follow the clock."""
         options = replace(options, verification=options.verification or "coupled")
         by_clock = "seed" in options.extra and options.schedule == "adaptive"
         if config.do_sample and (options.verification != "coupled" or "uniforms" in options.extra or by_clock):
@@ -73,33 +75,28 @@ class BestOfForCausalLM(PTPForCausalLM):
         return BestOfSession(self.config, options, make_uniforms(options, may_stay=False), many=self.many)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        if isinstance(session, BestOfSession):
-            return CentralVerifier(session)
-        return super().make_verifier(options, session)
+        return (
+            CentralVerifier(session) if isinstance(session, BestOfSession) else super().make_verifier(options, session)
+        )
 
 
 class BestOfSession(ParallelSession):
     """Reads M drafts off the slots after the chosen branch.
 
-    Attributes:
-        branches: [B, J, m] int64, the drafts to verify: M of them, or one empty one.
-        vectors: [B, J, m + 1 or more], the uniforms that pick them and the tokens after them.
-        fresh: [B, M, n], the uniforms of the next drafts.
-        chosen_branch: [B] int64.
+    `branches` [B, M, m] are the drafts to verify (None: there are none), `vectors` [B, M, m + 1 or more] the uniforms
+    that pick them and the tokens after them, `fresh` [B, M, n] those of the next drafts.
     """
 
+    branches: Tensor | None = None
     vectors: Tensor
     fresh: Tensor
     chosen_branch: Tensor
 
     def __init__(self, *args: Any, many: int) -> None:
-        self.many = many
         super().__init__(*args)
-        self.takes_fixed, self.some_lack_drafts = False, True
-        self.branches: Tensor | None = None
+        self.many, self.takes_fixed, self.some_lack_drafts = many, False, True
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return all branches, one after the other, of at most `length` tokens each."""
         if self.branches is not None:
             self.branches = self.branches[..., :length]
         count, depth = (1, 0) if self.branches is None else self.branches.shape[1:]
@@ -111,7 +108,6 @@ class BestOfSession(ParallelSession):
         return DraftTree(self.branches.flatten(1), parents, depth=depth, auxiliary=auxiliary)
 
     def _draw(self, tokens: Sequences, count: int) -> None:
-        """Draw uniforms for the drafts of the next forward, and for its only pick if it verifies none."""
         drawn = self.uniforms.fresh(self.many * (self.longest_group + 2)).unflatten(1, (self.many, -1))
         self.fresh = drawn[..., 1:]
         if self.branches is None or self.branches.shape[-1] == 0:

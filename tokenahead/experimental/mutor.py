@@ -1,7 +1,4 @@
-"""MuToR (Gerontopoulos et al. 2025, arXiv 2505.10518): registers between tokens train a model to look further ahead.
-
-They are dropped after training: what is left is a plain model of the same size and speed.
-"""
+"""MuToR (Gerontopoulos et al. 2025, arXiv 2505.10518): registers between tokens train a model to look further ahead."""
 
 from __future__ import annotations
 
@@ -17,20 +14,19 @@ from transformers import PreTrainedModel
 
 from ..configuration.fields import check_values
 from ..generation.attach import AttachableDrafter
-from ..generation.backbone.wrapped_models import WrapperMixin, untyped, unwrap
+from ..generation.backbone.wrapped_models import WrapperMixin, unwrap
 from ..generation.tensors.masks import additive_mask
 from ..generation.tensors.saving import reads_whole, whole_directory
 from ..generation.tensors.tensor_files import below
 from ..modeling.heads.joint import load_trained
 from ..modeling.heads.losses import IGNORE
 from ..modeling.heads.window_distribution import exact
-from ..modeling.ptp.inputs import check_config, check_model, packed_mask, packed_positions
+from ..modeling.ptp.inputs import check_backbone, packed_mask, packed_positions
 from ..training.batches import Inputs
 from ..training.ptp.forwards import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
 from ..training.ptp.trainer import UpdateTrainer, next_tokens
 
 REGISTER = "register.safetensors"
-"""File of the register, in the model's directory."""
 
 
 class RegisterModel(WrapperMixin, PreTrainedModel):
@@ -39,9 +35,6 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
     A register after token t sees the tokens up to t and itself. Its position, t + d - 1, says that it predicts token t
     + d. Tokens never see registers: their logits are the model's own. `save_pretrained` writes the plain model (or its
     adapters alone, where it has any), and `register.safetensors`, which nothing but further training needs.
-
-    Raises:
-        ValueError: A model that owns a drafter, or that cannot carry positions after its tokens.
     """
 
     config_class = None
@@ -53,28 +46,19 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
         plain, attention = unwrap(backbone), backbone.config._attn_implementation
         if hasattr(plain, "train_only"):
             raise ValueError(f"a {type(plain).__name__} owns a drafter; take a plain model of transformers")
-        check_config(backbone.config)
-        check_model(plain)
+        check_backbone(plain)
         super().__init__(backbone.config)
         backbone.config._attn_implementation = attention  # the new model resets it
         self.backbone = backbone
         self._no_split_modules = plain._no_split_modules
-        table = untyped(plain).get_input_embeddings().weight.detach()
+        table = plain.get_input_embeddings().get_parameter("weight").detach()
         mean = table.to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)  # [1, H]
         self.register = nn.Parameter(mean)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, starts: Tensor, offsets: Tensor
     ) -> Tensor:
-        """Return the logits [B, T + R, V] of tokens and of the registers after them.
-
-        Args:
-            input_ids: [B, T] int64.
-            attention_mask: [B, T] int64, 0 for padding, else the number of a document.
-            position_ids: [B, T] int64.
-            starts: [B, R] int64, the columns after the tokens with registers: t + 1.
-            offsets: [B] int64, d of every sequence.
-        """
+        """Return the logits [B, T + R, V] of tokens and of the `Registers` after them; the mask numbers documents."""
         embeds = self.get_input_embeddings()(input_ids)
         registers = self.register.to(embeds.dtype).expand(*starts.shape, -1)  # [B, R, H]
         positions = packed_positions(attention_mask, starts, 1, offsets[:, None, None] - 2, position_ids)  # [B, T + R]
@@ -95,16 +79,15 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
     ) -> None:
         """Write the plain model and the register; `state_dict` holds tensors that had to be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
-        own = below(state, "backbone.")
         spread = kwargs.get("distributed_checkpoint", False)
         with whole_directory(save_directory, kwargs.get("variant"), (), ["README.md"], spread) as directory:
+            own = below(state, "backbone.")
             self.backbone.save_pretrained(directory, is_main_process=is_main_process, state_dict=own, **kwargs)
             if is_main_process:
                 save_file({"register": state["register"].detach().cpu()}, directory / REGISTER)
 
     @reads_whole
     def load_checkpoint(self, folder: str | PathLike) -> None:
-        """Load what `save_pretrained` wrote into this model."""
         load_trained(self.backbone, Path(folder), "weights")
         with torch.no_grad():
             self.register.copy_(load_file(Path(folder) / REGISTER)["register"])
@@ -117,9 +100,6 @@ class MuToROptions:
     Args:
         max_offset: d_max; the registers of a sequence all predict d tokens ahead, with d drawn from 1..d_max.
         weight: a, the weight of the registers' loss; that of the tokens is 1 - a.
-
-    Raises:
-        ValueError: A value out of range.
     """
 
     max_offset: int = 4
@@ -133,8 +113,8 @@ class MuToROptions:
 class Registers:
     """A batch with R registers per sequence.
 
-    The registers of a sequence predict `offsets` [B] tokens ahead; each is followed by the column in `starts` [B, R],
-    and predicts the token in `targets` [B, R] (-100 where a sequence has fewer registers).
+    The registers of a sequence predict `offsets` [B] tokens ahead (d); each is followed by the column in `starts`
+    [B, R], t + 1, and predicts the token in `targets` [B, R] (-100 where a sequence has fewer registers).
     """
 
     sequences: Sequences
@@ -145,15 +125,15 @@ class Registers:
     @classmethod
     def of(cls, sequences: Sequences, offsets: Tensor) -> Registers:
         """Put a register before every target that has a target d - 1 tokens further in its document; offsets are d."""
-        tokens, documents = sequences.tokens, sequences.documents
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens, documents, length = sequences.tokens, sequences.documents, sequences.tokens.shape[1]
+        columns = torch.arange(length, device=tokens.device)
         seen = columns + offsets[:, None] - 1  # from column t + 1: the token t + d
-        inside, seen = seen < tokens.shape[1], seen.clamp(max=tokens.shape[1] - 1)
+        inside, seen = seen < length, seen.clamp(max=length - 1)
         known = inside & at_columns(sequences.scored, seen) & (at_columns(documents, seen) == documents)
         wanted = sequences.startable & known
         most = max(1, int(wanted.sum(1).max()))
-        starts, exists = draw_starts(wanted, most, (1.0 - columns / len(columns)).expand(tokens.shape))
-        ahead = (starts + offsets[:, None] - 1).clamp(max=tokens.shape[1] - 1)
+        starts, exists = draw_starts(wanted, most, (1.0 - columns / length).expand(tokens.shape))
+        ahead = (starts + offsets[:, None] - 1).clamp(max=length - 1)
         return cls(sequences, offsets, starts, at_columns(tokens, ahead).masked_fill(~exists, IGNORE))
 
     def release(self) -> None:
@@ -163,10 +143,10 @@ class Registers:
 class MuToRTrainer(UpdateTrainer):
     """transformers' Trainer with registers: the loss is (1 - a) that of the next tokens and a that of the registers.
 
-    A register follows every token before a target (labels of -100 get none), and predicts the token d ahead of its
-    position, with d drawn for every sequence; in evaluation it is a function of its length. The model is a plain model
-    of transformers, or a PeftModel, and is trained in place: checkpoints and `save_model` write it as usual. The data
-    are as for `PTPTrainer`; packed documents are separated. The log carries `next_token_loss` and `register_loss`.
+    A register follows every token before a target (labels of -100 get none), and predicts the token d ahead, with d
+    drawn for every sequence; in evaluation it is a function of its length. The model is a plain model of transformers,
+    or a PeftModel, and is trained in place: checkpoints and `save_model` write it as usual. The data are as for
+    `PTPTrainer`. The log carries `next_token_loss` and `register_loss`.
 
     Example:
         >>> MuToRTrainer(model, TrainingArguments("out"), train_dataset=data).train()
@@ -185,8 +165,7 @@ class MuToRTrainer(UpdateTrainer):
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Registers:
         sequences = Sequences.of(inputs)
         draws = RandomDraws(1.0) if is_training else FixedDraws(sequences.documents)
-        last = torch.full_like(sequences.tokens[:, :1], sequences.tokens.shape[1] - 1)
-        return Registers.of(sequences, draws.gaps(last, self.options.max_offset)[:, 0])
+        return Registers.of(sequences, 1 + (draws.keys(sequences.documents)[:, -1] * self.options.max_offset).long())
 
     def _counts(self, task: Registers) -> Tensor:
         both = next_tokens(task.sequences), task.targets
@@ -195,7 +174,6 @@ class MuToRTrainer(UpdateTrainer):
     def _learn(
         self, model: nn.Module, task: Registers, totals: Tensor, counts: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `UpdateTrainer`; the outputs are the `logits` of tokens and then of registers."""
         sequences, a = task.sequences, self.options.weight
         logits = model(sequences.tokens, sequences.documents, sequences.positions, task.starts, task.offsets)
         length, following = sequences.tokens.shape[1], next_tokens(sequences)

@@ -1,31 +1,38 @@
-"""`tokenahead bench`: methods by prompts by settings in one process, as a table, figures and `results.json`."""
+"""`tokenahead bench`: methods by prompts by settings in one process, as tables, figures and `results.json`."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shlex
 import sys
-from itertools import product
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, product
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ... import __version__
+from ...configuration.cache_names import CACHE, cache_of
 from ...generation.backbone.wrapped_models import Kwargs
-from ..evaluation.bench import LINES, PLAIN, Bench, Protocol
-from ..evaluation.decoding import DecodingMode
+from ..evaluation.bench import BLEU, CONTROL, EXACT, LINES, PLAIN, Bench, Protocol, largest_error, measured_results
+from ..evaluation.decoding import named_mode
 from ..evaluation.methods import methods_of
 from ..evaluation.prompts import PromptEncoder, read_prompts
-from ..evaluation.summary import largest_error, measured_results
-from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
-from ..results import DecodingResult, MeasuredResults
-from ..utils import check_same, needs_extra, replace_figure, replace_file, shown_word
+from ..results import DecodingResult, MeasuredResults, Number
+from ..utils import check_same, escaped, needs_extra, replace_figure, replace_file, shown_word
 
 with needs_extra("demo", "figures"):
     from matplotlib.axes import Axes
@@ -36,26 +43,21 @@ RESULTS, SETTINGS, BENCH_FIGURE, FRONTIER_FIGURE = "results.json", "settings.jso
 """Names of the files of results, of settings and of the figures."""
 _SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "no_thinking", "force_length"
 """Options that must be the same where a run continues."""
+_CONTEXT, _REPEATS = 200, 7  # tokens before the blocks that are timed, and how often
 _MARKERS = "osD^vPX*"  # of the methods, in turn; colour alone would not reach every eye
 _HOLLOW: Kwargs = {"fillstyle": "full", "markerfacecolor": "white"}  # markers without a claim
 _POINT: Kwargs = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
 _PLAIN: Kwargs = _POINT | {"marker": "x", "color": "black"}
+_Cell = Callable[[DecodingResult], str | Text]
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
-    """Measure, show the table, and write results and figures.
-
-    Raises:
-        FileNotFoundError: No such model or prompts.
-        ValueError: Prompts, methods or settings that cannot be used, or a directory of other settings.
-        OSError: What the Hub cannot give, or a directory that cannot be written to.
-        KeyboardInterrupt: After what was measured until then is shown and written.
-    """
+    """Measure, show the table, and write results and figures; after an interruption, of what is there."""
     console = console or Console(highlight=False, emoji=False)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    modes = [DecodingMode.named(words) for words in request.decoding]
     limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
+    modes = [named_mode(words) for words in request.decoding]
     protocol = Protocol(modes, request.batch_size, *limits, not request.no_expected, request.quality)
     prompts, broken = read_prompts(request.prompts, request.skip_broken, request.ignore_columns)
     if request.quality and not any(map(any, (prompt.references for prompt in prompts))):
@@ -77,9 +79,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     encoder = PromptEncoder(tokenizer, not request.raw, not request.no_thinking)
     encoder.warn_of_thinking(method.drafter for method in methods)
     bench, interrupted = Bench(methods, encoder, protocol, request.output), None
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
-        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=None)
             bench.run(prompts, lambda done, count: progress.update(task, completed=done, total=count))
     except KeyboardInterrupt as error:  # the measured rows are saved
@@ -117,15 +118,18 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     return measured
 
 
-def _none_measured(reasons: dict[str, str] | dict[str, str | int | float]) -> ValueError:
+def _none_measured(reasons: Mapping[str, object]) -> ValueError:
     named = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     return ValueError(f"--methods: none was measured: {named}")
 
 
 def show(console: Console, measured: MeasuredResults) -> None:
-    """Print the tables, and their explanation."""
-    for table in tables(measured):
-        console.print(table)
+    """Print the tables, one per way of decoding and batch size with a row per method, and their explanation."""
+    for (mode, batch), rows in groupby(measured.results, key=_setting):
+        settings = list(rows)
+        for title, columns in ((f"{mode}, batch {batch}", _COLUMNS), ("", _DETAILS), ("", _QUALITY)):
+            if columns is not _QUALITY or any(row.quality for row in settings):
+                console.print(_table(title, settings, measured.unit, columns))
     for words in explanation(measured):
         console.print(words, markup=False)
 
@@ -137,6 +141,160 @@ def write(directory: Path, measured: MeasuredResults) -> None:
     replace_figure(directory / FRONTIER_FIGURE, frontier_figure(measured))
 
 
+def _setting(row: DecodingResult) -> tuple[str, int]:
+    return row.decoding or row.name, row.batch_size
+
+
+def _table(title: str, rows: list[DecodingResult], unit: str, columns: dict[str, _Cell]) -> Table:
+    """Return the columns that have values in some row; a table fits into 80 characters."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = {head: cell for head, cell in columns.items() if any(cell(row) for row in rows)}
+    table.add_column("method", overflow="fold")
+    for head in shown:
+        table.add_column(head.replace("UNIT", f"{unit}s"), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(Text(escaped(row.method or row.name)), *(cell(row) for cell in shown.values()))
+    return table
+
+
+def _number(value: Number | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _claimed(cell: _Cell) -> _Cell:
+    """Return a cell of drafts or speed, which says why it claims nothing."""
+    return lambda row: Text("loops", "bold yellow") if row.only_loops else cell(row)
+
+
+def _expected(row: DecodingResult) -> str:
+    length = "" if row.expected_tokens_per_call is None else f" ({len(row.expected_by_position)})"
+    return _number(row.expected_tokens_per_call) + length
+
+
+def _speed(row: DecodingResult) -> str | Text:
+    if row.is_unstable:
+        return Text("unstable", "bold yellow")
+    if not row.speed_ups:
+        return f"{row.speed_up:.2f}x"
+    low, middle, high = row.speed_ups
+    return f"{middle:.2f}x ({low:.2f}-{high:.2f})"
+
+
+def _same(row: DecodingResult) -> str | Text:
+    if row.identical is None:
+        return ""
+    words = "yes" if row.identical else "no"
+    if row.texts is not None and row.differing is not None:
+        words = f"{row.texts - row.differing}/{row.texts}"
+    if row.identical:
+        return Text(words, "green")
+    return f"{words} + {row.near_ties} ties" if row.is_lossless else Text(f"{words} NOT LOSSLESS", "bold red")
+
+
+def _macro(row: DecodingResult) -> Number | None:
+    return fmean(row.category_speed_ups.values()) if row.category_speed_ups else None
+
+
+_COLUMNS: dict[str, _Cell] = {
+    "UNIT\nper call": _claimed(lambda row: _number(_per_call(row))),
+    "expected\n(draft)": _expected,
+    "speed-up\n(quartiles)": _claimed(_speed),
+    "ms per\ncall": lambda row: _number(row.call_ms, ".1f"),
+    "left\nout": lambda row: _number(row.looping_share, ".0%"),
+    "same texts": _same,
+}
+_QUALITY: dict[str, _Cell] = {
+    "exact match, %": lambda row: _number(row.quality.get(EXACT), ".1f"),
+    "BLEU": lambda row: _number(row.quality.get(BLEU), ".1f"),
+}
+_DETAILS: dict[str, _Cell] = {
+    "whole\ncalls": lambda row: _number(row.whole_speed_ups[1]) if row.claims_speed and row.whole_speed_ups else "",
+    "micro": lambda row: _number(row.micro_speed_up) if row.claims_speed else "",
+    "macro": lambda row: _number(_macro(row)) if row.claims_speed else "",
+    "ms of\ndrafts": lambda row: _number(row.draft_ms, ".1f"),
+    "ms of\nprompt": lambda row: _number(row.prompt_ms, ".0f"),
+    "re-\npeat": lambda row: _number(row.repeated_share, ".0%"),
+    "cache\nMB": lambda row: "" if row.cache_bytes is None else f"{row.cache_bytes / 1e6:.1f}",
+    "accepted by\nposition, %": lambda row: " ".join(f"{100 * share:.0f}" for share in row.reached_by_position[:6]),
+}
+
+
+def explanation(measured: MeasuredResults) -> Iterator[str]:
+    """Yield what the columns mean, and what is left out."""
+    yield (
+        f"{measured.unit}s per call: of verifications, without the prompt's own call; expected: the same along the "
+        "plain texts, for drafts of the length in brackets. Speed-ups: ratios to plain decoding by turns, without the "
+        "prompts' own calls; whole calls: with them; micro: of the sums, macro: the mean over categories. Left out: "
+        "texts of which more than half repeats itself, here or in plain decoding; they are in no figure. Same texts: "
+        "greedy ones; those that differ by rounding alone are ties."
+    )
+    for (mode, batch), ratios in {
+        _setting(row): row.plain_ratios for row in measured.results if row.is_unstable
+    }.items():
+        yield (
+            f"{mode}, batch {batch}: plain decoding ran at {min(ratios):.2f} to {max(ratios):.2f} times its own speed "
+            "by turns, so that no speed-up is reported: let the machine do nothing else, or measure for longer."
+        )
+    for name, reason in measured.not_measured.items():
+        yield f"n/a: {name}: {reason}"
+    for row in measured.results:
+        if not row.is_lossless:
+            yield f"NOT LOSSLESS: {row.name}: texts differ from plain decoding's by more than rounding explains."
+
+
+@torch.no_grad()
+def block_costs(model: PreTrainedModel, lengths: Sequence[int], batch_size: int = 1) -> dict[int, float]:
+    """Return the time of a block of so many tokens over that of one token, after 200 tokens; medians by turns."""
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.arange(_CONTEXT + max(lengths), device=model.device).remainder(vocab_size).expand(batch_size, -1)
+    start = cache_of(model(ids[:, :_CONTEXT], use_cache=True))
+    times: dict[int, list[float]] = {length: [] for length in lengths}
+    for number in range(1 + _REPEATS):  # the first time sets things up
+        for length, seconds in times.items():
+            cache, block = copy.deepcopy(start), ids[:, _CONTEXT : _CONTEXT + length]
+            began = time.perf_counter()
+            model(block, **{CACHE: cache}, use_cache=True).logits[0, 0, 0].item()
+            if number:
+                seconds.append(time.perf_counter() - began)
+    return {length: median(seconds) / median(times[1]) for length, seconds in times.items()}
+
+
+def best_length(row: DecodingResult, plain_ms: Number, costs: dict[int, float]) -> tuple[float, int, float]:
+    """Return the expected speed-up, the length and the tokens per call of the drafts of a method that pay most.
+
+    A draft of k tokens is expected to yield 1 + the shares accepted up to k, for a block of k + 1 tokens, whose cost is
+    that of one token times `costs`, and k parts of the time that its drafts took.
+    """
+    longest, found = row.draft_length or 0, []
+    for length in range(1, longest + 1):
+        tokens = 1 + sum(row.accepted_by_position[:length])
+        cost = costs[length + 1] + (row.draft_ms or 0.0) / plain_ms * length / longest
+        found.append((tokens / cost, length, tokens))
+    return max(found)
+
+
+def recommendation(model: PreTrainedModel, rows: Sequence[DecodingResult]) -> Iterator[str]:
+    """Time blocks of the backbone, and yield what pays for every way of decoding and batch size of a bench here."""
+    lengths = range(1, 2 + max((row.draft_length or 0 for row in rows), default=0))
+    for batch_size in dict.fromkeys(row.batch_size for row in rows):
+        costs = block_costs(model, lengths, batch_size)
+        shown = ", ".join(f"{length}: {cost:.2f}" for length, cost in costs.items())
+        yield f"A block of so many tokens costs, over one token, at batch {batch_size}: {shown}."
+        for mode in dict.fromkeys(row.decoding for row in rows):
+            here = {row.method: row for row in rows if (row.decoding, row.batch_size) == (mode, batch_size)}
+            plain_ms = (here[PLAIN].call_ms if PLAIN in here else None) or 1.0
+            drafting = [row for name, row in here.items() if row.accepted_by_position and name not in (PLAIN, CONTROL)]
+            found = [(*best_length(row, plain_ms, costs), row) for row in drafting if row.claims_speed]
+            if not found:
+                yield f"{mode}, batch {batch_size}: nothing can be said: no drafts, loops, or no steady speed."
+                continue
+            speed_up, length, tokens, row = max(found, key=lambda each: each[0])
+            words = f"{row.method} with num_assistant_tokens={length}: {tokens:.2f} per call, {speed_up:.2f} x plain "
+            words += f"expected ({row.speed_up:.2f} x measured as it was)"
+            advice = f"take {words}" if speed_up > 1 else f"decode plainly; the best is {words}"
+            yield f"{mode}, batch {batch_size}: {advice}."
+
+
 def bench_figure(measured: MeasuredResults) -> Figure:
     """Draw speed-ups by category: a panel per way of decoding and batch size, a colour per method."""
     styles = _styles(measured)
@@ -144,18 +302,18 @@ def bench_figure(measured: MeasuredResults) -> Figure:
     figure, panels = _grid(measured, max(3.6, 0.7 * len(categories) + 1.2), 3.4)
     width = 0.8 / max(1, len(styles))
     turned: Kwargs = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(categories) > 4 else {}
-    for title, rows, axes in panels:
+    for rows, axes in panels:
         shown = [row for row in rows if row.method in styles and not row.is_unstable]
         for row in shown:
-            left, style = ([*styles].index(row.method) + 0.5) * width - 0.4, styles[row.method]
-            for name, speed_up in row.category_speed_ups.items():
-                axes.bar(categories.index(name) + left, speed_up, width, color=style["color"])
+            left, heights = ([*styles].index(row.method) + 0.5) * width - 0.4, row.category_speed_ups
+            places = [categories.index(name) + left for name in heights]
+            axes.bar(places, [*heights.values()], width, color=styles[row.method]["color"])
         if not any(row.category_speed_ups for row in shown):
             words = "texts loop: no claim" if shown else "plain decoding is unstable: no claim"
             axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center")
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
         axes.set_ylim(bottom=0)
-        axes.set(title=title, ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4))
+        axes.set(ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4))
         axes.set_xticks(range(len(categories)), categories, **turned)
         axes.grid(axis="y", alpha=0.3)
     named = [Line2D([], [], label=name, color=style["color"], linewidth=6) for name, style in styles.items()]
@@ -167,16 +325,22 @@ def frontier_figure(measured: MeasuredResults) -> Figure:
     """Draw tokens per call against milliseconds per call, with lines of equal speed."""
     styles = _styles(measured)
     figure, panels = _grid(measured, 4.6, 4.2)
-    for title, rows, axes in panels:
+    for rows, axes in panels:
         points = {row.method: (row.call_ms, _per_call(row)) for row in rows if row.call_ms is not None}
-        for row in (row for row in rows if row.method in points and row.method in styles):
-            style = _POINT | styles[row.method] | ({} if row.claims_speed else _HOLLOW)
-            axes.plot(*([value] for value in points[row.method]), **style)
-        if PLAIN in points:
-            axes.plot(*([value] for value in points[PLAIN]), **_PLAIN)
-        if points:
-            _draw_equal_speeds(axes, points, not any(row.is_unstable for row in rows))
-        axes.set(title=title, xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
+        for row in (row for row in rows if row.method in points and row.method in {PLAIN, *styles}):
+            style = _POINT | styles.get(row.method, {}) | ({} if row.claims_speed else _HOLLOW)
+            axes.plot(*([value] for value in points[row.method]), **_PLAIN if row.method == PLAIN else style)
+        right = 1.25 * max((ms for ms, _ in points.values()), default=1.0)
+        top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()), 0.0)
+        axes.set(xlim=(0, right), ylim=(0, top))
+        if PLAIN in points and not any(row.is_unstable for row in rows):
+            ms, per_call = points[PLAIN]
+            for ratio in (0.5, 1, 1.5, 2, 3, 4):  # lines of equal speed, by their ratio to plain decoding's
+                x = min(right, top * ms / (ratio * per_call))
+                y = ratio * per_call * x / ms
+                axes.plot([0, x], [0, y], color="grey", linewidth=0.7, linestyle=":")
+                axes.annotate(f"{ratio:g}x", (x, y), color="grey", fontsize=8, ha="right", va="top")
+        axes.set(xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
     named = [Line2D([], [], label=name, **_POINT | style) for name, style in styles.items()]
     named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
     if not all(row.claims_speed for row in measured.results):
@@ -188,15 +352,14 @@ def frontier_figure(measured: MeasuredResults) -> Figure:
 
 def _grid(
     measured: MeasuredResults, width: float, height: float
-) -> tuple[Figure, list[tuple[str, list[DecodingResult], Axes]]]:
-    """Return a figure with a row of panels per batch size and a column per way of decoding: titles, rows, axes."""
-    settings = [(row.batch_size, row.decoding or row.name) for row in measured.results]
-    sizes, modes = (list(dict.fromkeys(each)) for each in zip(*settings))
+) -> tuple[Figure, list[tuple[list[DecodingResult], Axes]]]:
+    """Return a figure with a row of panels per batch size and a column per way of decoding: rows of results, axes."""
+    modes, sizes = (list(dict.fromkeys(each)) for each in zip(*map(_setting, measured.results)))
     figure = Figure(figsize=(max(7.2, width * len(modes)), height * len(sizes) + 0.8), layout="constrained")
     panels = []
-    for setting, axes in zip(product(sizes, modes), figure.subplots(len(sizes), len(modes), squeeze=False).flat):
-        rows = [row for row, each in zip(measured.results, settings) if each == setting]
-        panels.append((f"{setting[1]}, batch {setting[0]}", rows, axes))
+    for (size, mode), axes in zip(product(sizes, modes), figure.subplots(len(sizes), len(modes), squeeze=False).flat):
+        axes.set_title(f"{mode}, batch {size}")
+        panels.append(([row for row in measured.results if _setting(row) == (mode, size)], axes))
     return figure, panels
 
 
@@ -204,20 +367,6 @@ def _styles(measured: MeasuredResults) -> dict[str | None, Kwargs]:
     """Return the colour and the marker of every method that drafts, in all panels of both figures."""
     names = dict.fromkeys(row.method for row in measured.results if row.draft_length or _per_call(row) > 1)
     return {name: {"color": f"C{i}", "marker": _MARKERS[i % len(_MARKERS)]} for i, name in enumerate(names)}
-
-
-def _draw_equal_speeds(axes: Axes, points: dict[str | None, tuple[float, float]], is_stable: bool) -> None:
-    """Draw lines of equal speed through the origin, named by their ratio to plain decoding's where that is stable."""
-    right = 1.25 * max(ms for ms, _ in points.values())
-    top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()))
-    axes.set(xlim=(0, right), ylim=(0, top))
-    if PLAIN not in points or not is_stable:
-        return
-    ms, per_call = points[PLAIN]
-    for ratio in (0.5, 1, 1.5, 2, 3, 4):
-        x = min(right, top * ms / (ratio * per_call))
-        axes.plot([0, x], [0, ratio * per_call * x / ms], color="grey", linewidth=0.7, linestyle=":")
-        axes.annotate(f"{ratio:g}x", (x, ratio * per_call * x / ms), color="grey", fontsize=8, ha="right", va="top")
 
 
 def _per_call(row: DecodingResult) -> float:

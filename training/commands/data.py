@@ -22,25 +22,13 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "
 
 
 def load_data(settings: Settings, with_evaluation: bool) -> dict[str, Data]:
-    """Return training data, and data to evaluate on.
+    """Return training data by `"train"`, and by `"eval"` those to evaluate on: a split, or a share of all rows.
 
     `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a directory of such
     files, of `Dataset.save_to_disk` or of `regenerate` (whose completions alone are scored), or a name on the Hub;
     `datasets` is a mixture of them, as in TRL.
-
-    Args:
-        settings: Of the run.
-        with_evaluation: Whether there must be data to evaluate on: the split `dataset_test_split`, or a share
-            `test_split_size` of all rows.
-
-    Returns:
-        By `"train"` and `"eval"`.
-
-    Raises:
-        ValueError: No data, no such split, or an empty one.
-        OSError: A path or a name that does not exist.
     """
-    data = _loaded(settings)
+    data: Any = _loaded(settings)
     names = {"train": settings.data.dataset_train_split}
     if with_evaluation:
         names["eval"] = settings.data.dataset_test_split
@@ -61,7 +49,7 @@ def load_data(settings: Settings, with_evaluation: bool) -> dict[str, Data]:
     return {kind: read_rows(data[each], f"a row of the {kind} data", settings.training) for kind, each in names.items()}
 
 
-def _loaded(settings: Settings) -> Any:
+def _loaded(settings: Settings) -> object:
     name, mixture = settings.data.dataset_name, settings.mixture
     streaming = settings.data.dataset_streaming or mixture.streaming
     if mixture.datasets:

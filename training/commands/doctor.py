@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,8 +13,7 @@ from transformers.utils import logging
 
 from ...generation.attach import MTPGenerationMixin
 from ..demo import requests
-from ..doctor import Diagnosis, diagnose_source
-from ..doctor.report import FAULT, NOTE, OK
+from ..doctor.report import FAULT, NOTE, OK, Diagnosis, diagnose_source
 from ..evaluation.prompts import PromptEncoder, groups_of, read_prompts
 from ..loading import load_model
 from ..requests import DoctorRequest
@@ -22,7 +22,7 @@ from ..utils import escaped
 _STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red"}
 
 
-def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagnosis:
+def run_doctor(request: DoctorRequest) -> Diagnosis:
     """Look a drafter over, and show what was seen.
 
     Raises:
@@ -30,7 +30,7 @@ def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagno
         ValueError: No drafter to look at, or prompts that cannot be read.
         OSError: What the Hub cannot give.
     """
-    console = console or Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     prompts = requests(further=True)
@@ -45,27 +45,16 @@ def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagno
     diagnosis = diagnose_source(model, tokenizer, spec, prompts, not request.raw, request.new_tokens)
     if request.json:
         console.print(json.dumps(diagnosis.as_dict()), markup=False, soft_wrap=True)
-    else:
-        show(console, diagnosis)
-    return diagnosis
-
-
-def show(console: Console, diagnosis: Diagnosis) -> None:
-    """Print the tables, and the verdict."""
-    checks = _table("check", "", "what was seen")
+        return diagnosis
+    options = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    checks = Table("check", "", "what was seen", **options)
     for finding in diagnosis.findings:
         checks.add_row(finding.check, Text(finding.state, _STYLES[finding.state]), Text(escaped(finding.words)))
-    console.print(checks)
+    depths = Table("draft", "accepted", "along the texts", "from true features", **options)
     accepted = diagnosis.accepted
-    if accepted.decoded:
-        depths = _table("draft", "accepted", "along the texts", "from true features")
-        for depth, _ in enumerate(accepted.decoded):
-            columns = accepted.decoded, accepted.expected, accepted.fresh
-            shown = (f"{column[depth]:.0%}" if depth < len(column) else "" for column in columns)
-            depths.add_row(str(depth + 1), *shown)
-        console.print(depths)
+    for depth, shares in enumerate(zip_longest(accepted.decoded, accepted.expected, accepted.fresh), 1):
+        depths.add_row(str(depth), *("" if share is None else f"{share:.0%}" for share in shares))
+    for table in (checks, depths):
+        console.print(table)
     console.print(Text(escaped(diagnosis.verdict), "green" if diagnosis.is_well else "bold red"))
-
-
-def _table(*heads: str) -> Table:
-    return Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    return diagnosis

@@ -24,22 +24,10 @@ with needs_extra("eval", "tokenahead lm-eval"):
         import_module(f"lm_eval.{name}") for name in ("__main__", "api.registry", "models.huggingface")
     )
 
-NAME = "tokenahead"
-"""What `--model` calls the class."""
 
-
-@_registry.register_model(NAME)
+@_registry.register_model("tokenahead")
 class DraftingLM(_models.HFLM):
-    """lm-eval's model of transformers, with drafts.
-
-    Args:
-        pretrained: Directory, or name on the Hub, of the backbone.
-        drafter: Method of `tokenahead bench`.
-        **options: Of lm-eval's own class.
-
-    Raises:
-        ValueError: A drafter that does not fit.
-    """
+    """lm-eval's model of transformers, with the drafts of a method of `tokenahead bench`."""
 
     def __init__(self, pretrained: str, drafter: str = "own", **options: Any) -> None:
         super().__init__(pretrained, **options)

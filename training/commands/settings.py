@@ -28,8 +28,6 @@ with needs_extra("train", "tokenahead train"):
     from trl.trainer.model_config import ModelConfig
     from trl.trainer.sft_config import SFTConfig
 
-_GROUP = "settings of tokenahead"
-"""Title in `--help` of the settings that TRL does not have."""
 _SECTIONS = {"drafter_options", "loss_options", "strategy", "regenerate", "features_engine", "acceptance"}
 
 
@@ -37,7 +35,7 @@ _SECTIONS = {"drafter_options", "loss_options", "strategy", "regenerate", "featu
 class DrafterArguments:
     """What every kind of drafter has; fields have a help text."""
 
-    _argument_group_name: ClassVar[str] = _GROUP
+    _argument_group_name: ClassVar[str] = "settings of tokenahead"
     absent: ClassVar[tuple[str, ...]] = ()
     """Patterns of settings of TRL that make no sense for this kind."""
     features: ClassVar[Any] = None
@@ -45,36 +43,33 @@ class DrafterArguments:
 
     drafter: str = option(
         "own",
-        help="own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any "
-        "other causal language model: heads (MTPHeads), eagle (EagleHead), block (BlockDrafter), modules "
-        "(DeepSeekMTP), parallel (PTP). heads:SOURCE, eagle:SOURCE, block:SOURCE or auto:SOURCE: one to continue from, "
-        "in a directory or on the Hub, in any layout. Each kind has its own settings: --drafter KIND --help.",
+        "own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any other "
+        "causal language model: heads (MTPHeads), eagle (EagleHead), block (BlockDrafter), modules (DeepSeekMTP), "
+        "parallel (PTP). heads:SOURCE, eagle:SOURCE, block:SOURCE or auto:SOURCE: one to continue from, in a directory "
+        "or on the Hub, in any layout. Each kind has its own settings: --drafter KIND --help.",
     )
     drafter_options: dict | str | None = option(
         None,
-        help="Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of "
-        "modules: draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
+        "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of modules: "
+        "draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
     )
-    loss_options: dict | str | None = option(
-        None, help="Options of the drafter's loss (fields of its loss_options; of PTPOptions); JSON."
-    )
-    strategy: dict | str | None = option(
-        None, help="Fields of TrainingStrategy (of a student: shard_backbone alone); JSON."
-    )
+    loss_options: dict | str | None = option(None, "Fields of the drafter's loss_options; of PTPOptions; JSON.")
+    strategy: dict | str | None = option(None, "Fields of TrainingStrategy (of a student: shard_backbone alone); JSON.")
     regenerate: dict | str | None = option(
         None,
-        help="Learn from the backbone's completions of the beginnings of the data: folder, prompt_tokens, and options "
-        "of training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
+        "Learn from the backbone's completions of the beginnings of the data: folder, prompt_tokens, and options of "
+        "training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
     )
-    acceptance: dict | str | None = option(None, help="Options of AcceptanceCallback, JSON; false leaves it out.")
-    early_stopping_patience: int | None = option(
-        None, help="Evaluations without a better metric_for_best_model before training ends."
-    )
+    acceptance: dict | str | None = option(None, "Options of AcceptanceCallback, JSON; false leaves it out.")
+    early_stopping_patience: int | None = option(None, "Evaluations without a better metric before training ends.")
 
     def __post_init__(self) -> None:
         for name in _SECTIONS & vars(self).keys():
-            if isinstance(value := vars(self)[name], str):
-                setattr(self, name, _mapping(name, value))
+            if isinstance(text := vars(self)[name], str):
+                with suppress(ValueError):
+                    setattr(self, name, json.loads(text))
+            if not isinstance(vars(self)[name], dict | None) and (name, vars(self)[name]) != ("acceptance", False):
+                raise ValueError(f"{name}={text!r} must be a mapping, or JSON that holds one")
         self.training_strategy()
 
     @property
@@ -110,13 +105,11 @@ class ApartArguments(DrafterArguments):
     absent = ("use_peft", "lora_*")
 
     features: str | None = option(
-        None,
-        help="Directory for the frozen backbone's states: every epoch then needs no forward of it, and a further run "
-        "reads them.",
+        None, "Directory for the frozen backbone's states: further epochs and runs then need no forward of it."
     )
     features_engine: dict | str | None = option(
         None,
-        help="A vLLM server that gives these states (docs/scale.md): url, folder, where its files are found here, and "
+        "A vLLM server that gives these states (docs/scale.md): url, folder, where its files are found here, and "
         "fields of Endpoint; JSON. None: the backbone of the run.",
     )
 
@@ -128,49 +121,19 @@ KINDS: dict[str, type[DrafterArguments]] = {
 """The config of each kind of drafter; those apart from their backbone can be continued from, as KIND:SOURCE."""
 
 
-def _config_of(drafter: str) -> type[DrafterArguments]:
-    kind, colon, source = drafter.partition(":")
-    config = KINDS.get(kind)
-    may_have_source = config is ApartArguments
-    if config is None or (colon and not (source and may_have_source)) or (kind == "auto" and not source):
-        apart = ", ".join(f"{name}:SOURCE" for name, each in KINDS.items() if each is ApartArguments)
-        new = ", ".join(name for name in KINDS if name != "auto")
-        raise ValueError(f"drafter={drafter!r}: choose of {new}; to continue from a drafter, of {apart}")
-    return config
-
-
-def _mapping(name: str, text: str) -> Any:
-    with suppress(ValueError):
-        value = json.loads(text)
-        if isinstance(value, dict) or (value is False and name == "acceptance"):
-            return value
-    raise ValueError(f"{name}={text!r} must be a mapping, or JSON that holds one")
-
-
 @dataclass
 class TrainConfig(SFTConfig):
-    """`trl.SFTConfig` with defaults for heads: no reports to services, and full precision without an accelerator.
+    """`trl.SFTConfig` with full precision where there is no accelerator, and settings of batches."""
 
-    Activation checkpointing is off by default: a frozen backbone stores no activations.
-    """
-
-    report_to: None | str | list[str] = option("none", help="Services to report to.")
-    gradient_checkpointing: bool | None = option(
-        None, help="The older name of activation_checkpointing, for backbones that learn."
-    )
-    disable_tqdm: bool | None = option(False, help="Leave out the bar of the run.")
+    disable_tqdm: bool | None = option(False, "Leave out the bar of the run.")
     tokens_per_batch: int | None = option(
         None,
-        help="Tokens of a batch of one process, which has as many rows as fit, joined without padding where the model "
-        "reads joined rows apart. By default 4,096, or as many as the longest row has; 0, or a given "
+        "Tokens of a batch of one process, which has as many rows as fit, joined without padding where the model reads "
+        "joined rows apart. By default 4,096, or as many as the longest row has; 0, or a given "
         "per_device_train_batch_size: that number of rows.",
     )
-    ignore_columns: list[str] | None = option(
-        None, help="Columns of the data that are left out unread; others that are not known are refused."
-    )
-    drop_longer: bool = option(
-        False, help="Leave out rows of more than max_length tokens, which are otherwise cut, or divided by packing."
-    )
+    ignore_columns: list[str] | None = option(None, "Columns left out unread; other unknown ones are refused.")
+    drop_longer: bool = option(False, "Leave out rows of more than max_length tokens, in place of cutting them.")
 
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
@@ -195,18 +158,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse settings of different configs of which one would be passed over in silence."""
-        drafter, name = self.drafter, self.data.dataset_name
+        drafter, name, peft = self.drafter, self.data.dataset_name, self.model.use_peft
+        if self.training.tokens_per_batch is None and "per_device_train_batch_size" in self.names:
+            self.training.tokens_per_batch = 0
         learns = drafter.training_strategy().train != "drafter"
         lora = sorted(each for each in self.names if each.startswith("lora_"))
         refuse(
             [
                 (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
                 (drafter.features and learns, f"features={drafter.features} holds states of a backbone that learns"),
-                (
-                    self.model.use_peft and drafter.strategy,
-                    f"strategy={drafter.strategy} beside use_peft=True, which alone decides what learns: leave one out",
-                ),
-                (lora and not self.model.use_peft, f"{', '.join(lora)}: options of use_peft=True, or of strategy"),
+                (peft and drafter.strategy, f"strategy={drafter.strategy} beside use_peft=True: leave one out"),
+                (lora and not peft, f"{', '.join(lora)}: options of use_peft=True, or of strategy"),
             ]
         )
 
@@ -214,13 +176,6 @@ class Settings:
     def output(self) -> Path:
         """The directory of the run."""
         return Path(str(self.training.output_dir))
-
-    @property
-    def tokens_per_batch(self) -> int | None:
-        """The budget of tokens: none where the user gives a number of rows, also transformers' own."""
-        budget = self.training.tokens_per_batch
-        has_rows = "per_device_train_batch_size" in self.names
-        return 0 if budget is None and has_rows else budget
 
 
 class _Parser(TrlParser):
@@ -235,7 +190,7 @@ class _Parser(TrlParser):
         return super().set_defaults_with_config(**words)
 
 
-def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
+def filled(section: str, values: Mapping[str, object], kind: Any) -> Any:
     """Return a dataclass of options from a section of the settings; refuse options that it does not have."""
     parser = _Parser(kind, add_help=False, allow_abbrev=False)
     try:
@@ -247,39 +202,30 @@ def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
         raise ValueError(f"{section}: {error}") from None
 
 
-def _read_yaml(file: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(Path(file).read_bytes())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is no YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold a YAML mapping")
-    return values
-
-
 def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
-    """Read `CONFIG.yaml` and the flags after it, which override it.
-
-    Args:
-        argv: Arguments of the command.
-        command: Its name.
-
-    Raises:
-        ValueError: A file that is no YAML mapping, an unknown key or flag, a value that does not fit its field, or
-            settings that do not go together.
-        OSError: No such file.
-        SystemExit: After `--help`.
-    """
+    """Read `CONFIG.yaml` and the flags of a command after it, which override it; refuse unknown ones by name."""
     flags, usage = list(argv), f"tokenahead {command} [CONFIG.yaml] [--FIELD VALUE ...]"
-    values = _read_yaml(flags.pop(0)) if flags and not flags[0].startswith("-") else {}
+    values: dict[str, Any] = {}
+    if flags and not flags[0].startswith("-"):
+        try:
+            values = dict(yaml.safe_load(Path(file := flags.pop(0)).read_bytes()))
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} must hold a YAML mapping: {error}") from error
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--drafter", default=str(values.get("drafter", "own")))
     drafter = first.parse_known_args(flags)[0].drafter
-    config = _config_of(drafter)
+    kind, colon, source = drafter.partition(":")
+    config = KINDS.get(kind)
+    if config is None or (colon and not (source and config is ApartArguments)) or (kind == "auto" and not source):
+        apart = ", ".join(f"{name}:SOURCE" for name, each in KINDS.items() if each is ApartArguments)
+        new = ", ".join(name for name in KINDS if name != "auto")
+        raise ValueError(f"drafter={drafter!r}: choose of {new}; to continue from a drafter, of {apart}")
     words = (flag.partition("=")[0] for flag in flags if flag.startswith("--"))
     names = frozenset({word.removeprefix("--").replace("-", "_") for word in words} | {*values})
     kinds: Any = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, config)
     parser = _Parser(kinds, prog=f"tokenahead {command}", usage=usage, allow_abbrev=False)
+    # a frozen backbone stores no activations, and services get reports where that is asked for
+    parser.set_defaults(report_to="none", gradient_checkpointing=None)
     try:
         unknown = parser.set_defaults_with_config(**values)
         *parts, rest = parser.parse_args_into_dataclasses(flags, True, look_for_args_file=False)
@@ -288,8 +234,5 @@ def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
     unknown += [*rest, *sorted(name for name in names for each in config.absent if fnmatch(name, each))]
     if unknown:
         own = ", ".join(entry.name for entry in fields(config))
-        raise ValueError(
-            f"there is no setting {unknown[0]} for drafter={drafter}, which has {own}, and those of TRL that "
-            f"tokenahead {command} --help lists"
-        )
+        raise ValueError(f"there is no setting {unknown[0]} for drafter={drafter}, which has {own}, and those of TRL")
     return Settings(*parts, names=names)

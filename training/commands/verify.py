@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,21 +14,20 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
-from ..conformance.decoders import DECODERS, Decoder
-from ..conformance.kit import BROKEN, KEPT, REFUSED, Verified, verify
+from ..conformance.kit import BROKEN, DECODERS, KEPT, REFUSED, Decoder, Verified, verify
 from ..requests import VerifyRequest
 from ..utils import escaped, one_line
 
 _STYLES = {KEPT: "green", REFUSED: "dim", BROKEN: "bold red"}
 
 
-def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[str, list[Verified]]:
+def run_verify(request: VerifyRequest) -> dict[str, list[Verified]]:
     """Look decoding functions over, and show what each keeps.
 
     Raises:
         ValueError: No such function.
     """
-    console = console or Console(highlight=False, emoji=False)
+    console = Console(highlight=False, emoji=False)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     wanted = request.decoders or ([] if request.function else [*DECODERS])
@@ -37,9 +35,11 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
         raise ValueError(f"--decoders {unknown[0]}: choose of {', '.join(map(repr, DECODERS))}")
     decoders = {name: DECODERS[name] for name in wanted} | {name: _found(name) for name in request.function or []}
     found = {name: verify(decode, request.samples) for name, decode in decoders.items()}
-    if request.json or request.markdown:
+    if request.json:
         values = {name: [asdict(each) for each in checks] for name, checks in found.items()}
-        console.print(json.dumps(values) if request.json else _markdown(found), markup=False, soft_wrap=True)
+        console.print(json.dumps(values), markup=False, soft_wrap=True)
+    elif request.markdown:
+        console.print(_markdown(found), markup=False, soft_wrap=True)
     else:
         show(console, found)
     return found
@@ -47,17 +47,13 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
 
 def _found(name: str) -> Decoder:
     """Return the function `MODULE:NAME`, of a module in the working directory, too."""
-    module, _, function = name.partition(":")
     sys.path.append(here := str(Path.cwd()))
     try:
-        found: Decoder = attrgetter(function)(import_module(module))
+        return resolve_name(name)
     except Exception as error:  # whatever a stranger's module raises
         raise ValueError(f"--function {name}: no such function as MODULE:NAME ({one_line(error)})") from error
     finally:
         sys.path.remove(here)
-    if not callable(found):
-        raise ValueError(f"--function {name}: it is no function, but a {type(found).__name__}")
-    return found
 
 
 def is_others(name: str) -> bool:
@@ -66,11 +62,8 @@ def is_others(name: str) -> bool:
 
 
 def show(console: Console, found: dict[str, list[Verified]]) -> None:
-    """Print a table for each function, or why all of it is refused, how many keep all, and what others break."""
+    """Print a table for each function, how many keep all, and what others break."""
     for name, checks in found.items():
-        if len({(each.result, each.words) for each in checks}) == 1 and checks[0].result == REFUSED:
-            console.print(f"{name}: {REFUSED}: {checks[0].words}\n", markup=False)
-            continue
         table = Table("check", "", "", title=name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for each in checks:
             table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
@@ -78,10 +71,9 @@ def show(console: Console, found: dict[str, list[Verified]]) -> None:
     broken = {name: [each.check for each in checks if each.result == BROKEN] for name, checks in found.items()}
     whole = sum(not checks for checks in broken.values())
     console.print(f"{whole} of {len(found)} keep all that they do not refuse.", markup=False)
-    for name, checks in broken.items():
-        if checks:
-            known = " (not ours, known)" * is_others(name)
-            console.print(f"{name}: {', '.join(checks)} {BROKEN}{known}", markup=False)
+    for name in filter(broken.get, broken):
+        known = " (not ours, known)" * is_others(name)
+        console.print(f"{name}: {', '.join(broken[name])} {BROKEN}{known}", markup=False)
 
 
 def _markdown(found: dict[str, list[Verified]]) -> str:

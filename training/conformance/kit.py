@@ -1,7 +1,7 @@
 """Whether a decoding function keeps the text of its model: greedy texts are equal, and sampled ones drawn alike.
 
 All models are small and in float64, so that nothing but a fault tells two greedy texts apart. Sampled texts are
-compared with the probabilities of every token of theirs (`sampled`).
+compared with the probabilities of every token of theirs (`sampled`). `DECODERS` are those that are known.
 """
 
 from __future__ import annotations
@@ -11,23 +11,36 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
+from ...generation.assistant.drafter import AssistantDrafter
+from ...generation.attach import AttachableDrafter
 from ...generation.backbone.wrapped_models import untyped
+from ...generation.lookups.lookahead import LookaheadDrafter
+from ...generation.lookups.ngram import NgramDrafter
+from ...generation.lookups.recycling import RecyclingDrafter
+from ...generation.lookups.suffix import SuffixDrafter
+from ...modeling import BlockDrafter, EagleHead, MTPHeads
 from ..utils import one_line
-from .decoders import Decoder, MakesModel, letters, plain, small_model
-from .sampled import ALARM, LAST, VOCABULARY, CoarseTests, Damping, Follows, Law, plain_probabilities, verdict_of
+from .sampled import ALARM, LAST, SUSPECT, VOCABULARY, CoarseTests, Damping, Follows, Law, plain_probabilities
 
 KEPT, BROKEN, REFUSED = "kept", "BROKEN", "refused"
 """Results of a check; a refused one raised an error."""
 _Options = Mapping[str, Any]
-_Seen = tuple[str, str, float | None]
-"""Of a check: result, words, p-value."""
 _Call = tuple[Tensor, _Options, Tensor]
 """A greedy call: prompts, options of `generate`, and the text of plain decoding."""
 _NEW = 16
@@ -38,9 +51,99 @@ _PROMPTS = torch.tensor(
 PLACES = "sampled, places"
 _SHARES = {"sampled": 1.0, PLACES: 4.0, "sampled, precision": 1.0, "sampled, processors": 1.0}
 """Texts of a check, as a share of those that are asked for; a quarter of other checks, whose faults are larger."""
-_BATCH = 1000
-_FEWER = 16
-"""Texts that are drawn one by one are fewer by this factor."""
+_BATCH, _FEWER = 1000, 16  # texts of a call; texts that are drawn one by one are fewer by this factor
+
+
+class Decoder(Protocol):
+    """A decoding function: what it is given is what `generate` of a plain model would be given."""
+
+    def __call__(self, model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
+        """Return the prompts [B, L], padded on the left with 0, and what was written after them, [B, L + T] int64.
+
+        `options` are those of `generate`: `attention_mask`, `max_new_tokens`, `do_sample`, `temperature`, `top_k`,
+        `eos_token_id`, `stop_strings` with `tokenizer`, `repetition_penalty`, `logits_processor`, ...
+        """
+        ...
+
+
+def small_model(seed: int = 0, vocab_size: int = 6, width: int = 16) -> PreTrainedModel:
+    """Return a random Llama in float64 whose distributions are neither flat nor sharp."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = LlamaConfig(
+        vocab_size=vocab_size, max_position_embeddings=128, initializer_range=2 * width**-0.5, **sizes, **ids
+    )
+    return untyped(LlamaForCausalLM(config)).double().eval()
+
+
+def letters(size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose token i is the i-th letter."""
+    known = {chr(97 + index if index < 26 else 0x100 + index): index for index in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@torch.no_grad()
+def disturbed(model: PreTrainedModel, by: float = 0.15) -> PreTrainedModel:
+    """Return a copy whose weights are a little off, to draft for the model: some of its drafts are right."""
+    twin, draws = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    for each in twin.parameters():
+        each.add_(torch.randn(each.shape, generator=draws, dtype=each.dtype) * by)
+    return twin
+
+
+_assistant = cache(disturbed)
+
+
+def plain(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
+    """Decode one token at a time, in transformers' own loop."""
+    return untyped(GenerationMixin).generate(model, input_ids, **options)
+
+
+def _assisted(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
+    return plain(model, input_ids, assistant_model=_assistant(model), **options)
+
+
+def drafted_by(made: Callable[[PreTrainedModel], AttachableDrafter], **own: Any) -> Decoder:
+    """Return decoding with a drafter of this library; `own` are further options of `generate`."""
+
+    def decode(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
+        drafter = made(model).attach(model)
+        try:
+            return untyped(model).generate(input_ids, assistant_model=drafter, **own, **options)
+        finally:
+            drafter.detach()
+
+    return decode
+
+
+block_drafter = partial(
+    BlockDrafter.from_backbone, law="independent", sample_from_anchor=False, layers=1, block_size=4, feature_layers=[1],
+    mask_token_id=1,
+)  # fmt: skip
+"""Makes a DFlash drafter of a model."""
+_heads = partial(MTPHeads.from_backbone, unembedding="own")
+_eagle = partial(EagleHead.from_backbone, aux_layers=[0, 1, 2])
+DECODERS: dict[str, Decoder] = {
+    "transformers: plain": plain,
+    "transformers: assistant": _assisted,
+    "transformers: prompt lookup": partial(plain, prompt_lookup_num_tokens=3),
+    "ngram": drafted_by(lambda model: NgramDrafter(num_tokens=6)),
+    "suffix": drafted_by(lambda model: SuffixDrafter(num_tokens=6)),
+    "recycling": drafted_by(lambda model: RecyclingDrafter()),
+    "lookahead": drafted_by(lambda model: LookaheadDrafter(5, 4, 4)),
+    "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),
+    "assistant, by token": drafted_by(lambda model: AssistantDrafter(_assistant(model)), verification="token"),
+    "heads": drafted_by(_heads),
+    "hmm heads": drafted_by(partial(_heads, head_type="hmm", rank=2)),
+    "EAGLE": drafted_by(_eagle),
+    "dflash": drafted_by(block_drafter),
+    "EAGLE, as a tree": drafted_by(_eagle, draft_tree={"depth": 3, "top_k": 2, "total_tokens": 6}),
+}
+"""What `tokenahead verify` looks at, by name."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +155,10 @@ class Verified:
     result: str
     words: str = ""
     p_value: float | None = None
+
+
+class _FaultError(Exception):
+    """What a text shows by itself."""
 
 
 class Favouring(LogitsProcessor):
@@ -79,8 +186,8 @@ def verify(decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: i
         >>> from tokenahead.testing import verify
         >>> all(found.result == "kept" for found in verify(my_decoding_function))
     """
-    greedy, checks, *_ = _small_models(getattr(decode, "small_model", small_model))
-    return [*_compared(decode, greedy, checks), *verify_sampled(decode, samples, seed, longest_draft)]
+    model = _made(getattr(decode, "small_model", small_model), 1, 8)
+    return [*_compared(decode, model, _known_checks(model)), *verify_sampled(decode, samples, seed, longest_draft)]
 
 
 def verify_greedy(
@@ -100,38 +207,46 @@ def verify_sampled(
     decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: int = 6, checks: Sequence[str] | None = None
 ) -> list[Verified]:
     """Return what a decoding function keeps of sampled texts; arguments as for `verify`, and the names of checks."""
-    _, _, model, steady = _small_models(getattr(decode, "small_model", small_model))
-    found = []
+    model = _made(getattr(decode, "small_model", small_model), 14, VOCABULARY)
+    found = list[Verified]()
     for check, calls in _sampled_checks().items():
         if checks is None or check in checks:
             torch.manual_seed(seed)
-            source, count = steady if check == PLACES else model, int(samples * _SHARES.get(check, 0.25))
-            found.append(_checked(check, partial(_deviating, decode, source, calls, count, longest_draft + 3)))
+            source, count = _steady(model) if check == PLACES else model, int(samples * _SHARES.get(check, 0.25))
+            found.append(_checked(check, _deviating, decode, source, calls, count, longest_draft + 3))
     return found
 
 
 def _compared(decode: Decoder, model: PreTrainedModel, checks: Mapping[str, list[_Call]]) -> list[Verified]:
     """Return what a decoding function keeps of known greedy texts."""
-    return [_checked(check, partial(_differing, decode, model, calls)) for check, calls in checks.items()]
+    return [_checked(check, _differing, decode, model, calls) for check, calls in checks.items()]
+
+
+def _checked(check: str, look: Callable[..., tuple[str, str, float | None]], *given: Any) -> Verified:
+    """Return what a look finds: result, words, p-value; or what the error of a stranger's function says."""
+    try:
+        return Verified(check, *look(*given))
+    except (NotImplementedError, ValueError) as error:
+        return Verified(check, REFUSED, f"{type(error).__name__}: {one_line(error)}")
+    except _FaultError as error:
+        return Verified(check, BROKEN, str(error), 0.0)
+    except Exception as error:
+        return Verified(check, BROKEN, f"{type(error).__name__}: {one_line(error)}")
 
 
 @cache
-def _small_models(
-    make_model: MakesModel,
-) -> tuple[PreTrainedModel, dict[str, list[_Call]], PreTrainedModel, PreTrainedModel]:
-    """Return the model of greedy checks, their calls, and the two models of sampled ones; made once."""
-    greedy, sampled = make_model(1, 8), make_model(14, VOCABULARY)
-    return greedy, _greedy_checks(greedy, None, plain), sampled, _steady(sampled)
+def _made(make_model: Callable[[int, int], PreTrainedModel], seed: int, vocab_size: int) -> PreTrainedModel:
+    return make_model(seed, vocab_size)
 
 
+@cache
 @torch.no_grad()
 def _steady(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy whose probabilities, and those of a drafter that resembles it, hardly depend on the text.
-
-    What a fault at a place of the block adds to a token's probability then has one sign in all texts, and adds up.
-    """
+    """Return a copy whose probabilities, and those of a drafter that resembles it, hardly depend on the text."""
+    # what a fault at a place of the block adds to a token's probability then has one sign in all texts, and adds up
     copied, draws = copy.deepcopy(model), torch.Generator().manual_seed(3)
-    embeddings, unembedding = untyped(copied).get_input_embeddings().weight, untyped(copied).lm_head.weight
+    embeddings: Any = copied.get_input_embeddings().weight
+    unembedding = untyped(copied).lm_head.weight
     common = torch.randn(embeddings.shape[1], generator=draws).sign().to(embeddings)
     embeddings.mul_(20 / embeddings.std()).add_(100 * common)
     unembedding.mul_(0.3)
@@ -139,7 +254,7 @@ def _steady(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _greedy_checks(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, reference: Decoder
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, reference: Decoder = plain
 ) -> dict[str, list[_Call]]:
     """Return the calls of every check, with their plain texts: of one prompt, and of a ragged batch."""
     size = model.config.get_text_config().vocab_size
@@ -150,6 +265,9 @@ def _greedy_checks(
     def call(ids: Tensor, own: _Options) -> _Call:
         options = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0, **own}
         return ids, options, reference(model, ids, attention_mask=(ids > 0).long(), **options)
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        return [1 + row, 2 + (int(ids[-1]) + row) % (size - 2)]
 
     checks = {
         "greedy": [call(row, {}) for row in rows], "padded prompt": [call(batch[1:2], {})],
@@ -167,7 +285,7 @@ def _greedy_checks(
             {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, {"min_new_tokens": 9, "eos_token_id": second[3]}
         ],
         "user's processor": [{"logits_processor": [Favouring()]}],
-        "allowed tokens": [{"prefix_allowed_tokens_fn": partial(_allowed, size)}],
+        "allowed tokens": [{"prefix_allowed_tokens_fn": allowed}],
     }  # fmt: skip
     for check, options in asked.items():
         checks[check] = [call(rows[at % 2], own) for at, own in enumerate(options)]
@@ -175,7 +293,10 @@ def _greedy_checks(
     return checks
 
 
-def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) -> _Seen:
+_known_checks = cache(_greedy_checks)
+
+
+def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) -> tuple[str, str, None]:
     """Return how greedy texts differ from plain ones, if they do."""
     for ids, options, want in calls:
         got = _decoded(decode, model, ids, options)
@@ -208,10 +329,11 @@ def _sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
 
 def _deviating(
     decode: Decoder, model: PreTrainedModel, calls: Sequence[tuple[Tensor, _Options]], samples: int, length: int
-) -> _Seen:
+) -> tuple[str, str, float]:
     """Return how likely drawn texts are: in batches, or one by one, and fewer, where batches are refused."""
+    law = Law(VOCABULARY)
 
-    def draw(law: Law, count: int) -> None:
+    def draw(count: int) -> None:
         for prompts, own in calls:
             options = {"max_new_tokens": length, **own}
             rows = prompts.repeat(-(-count // len(calls) // len(prompts)), 1)  # [B, L]
@@ -222,12 +344,12 @@ def _deviating(
                 for row in rows[: -(-len(rows) // _FEWER)]:
                     _add_texts(law, decode, model, row[None, int((row == 0).sum()) :], options)
 
-    law = verdict_of(draw, VOCABULARY, samples)
-    p_value, (anywhere, at_place) = law.p_value(), law.found_errors()
-    words = (
-        f"p = {p_value:.1g}, {law.num_texts} texts: finds errors from {anywhere:.1%} on, of one place {at_place:.1%}"
-    )
-    return KEPT if p_value >= ALARM else BROKEN, words, p_value
+    draw(samples)
+    for level, further in SUSPECT:
+        if ALARM <= law.p_value() < level:
+            draw(further * samples)
+    p_value = law.p_value()
+    return KEPT if p_value >= ALARM else BROKEN, f"p = {p_value:.1g}, {law.num_texts} texts", p_value
 
 
 def _add_texts(law: Law, decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Options) -> None:
@@ -235,20 +357,15 @@ def _add_texts(law: Law, decode: Decoder, model: PreTrainedModel, ids: Tensor, o
     with CoarseTests() if "logits_processor" in options else nullcontext() as tests:
         found, width, length = _decoded(decode, model, ids, options), ids.shape[1], options["max_new_tokens"]
     if tests is not None and tests.found:
-        raise _Fault("drafts are accepted by numbers of 16 bits")
+        raise _FaultError("drafts are accepted by numbers of 16 bits")
     ends = torch.tensor(options.get("eos_token_id", [])).flatten().long()  # [E]
     is_end = torch.isin(found[:, width:], ends)  # [B, T]
     counted = is_end.cumsum(1) - is_end.long() == 0  # up to the end, itself included
-    rest = torch.where(counted, options["pad_token_id"], found[:, width:])
     if found.shape[1] > width + length or not (found.shape[1] == width + length or is_end.any(1).all()):
-        raise _Fault(f"texts have {found.shape[1] - width} new tokens, not {length}")
-    if not bool((rest == options["pad_token_id"]).all()):
-        raise _Fault("texts go on behind their end")
+        raise _FaultError(f"texts have {found.shape[1] - width} new tokens, not {length}")
+    if bool((found[:, width:][~counted] != options["pad_token_id"]).any()):
+        raise _FaultError("texts go on behind their end")
     law.add(found, width, counted, plain_probabilities(model, found, width, options))
-
-
-class _Fault(Exception):
-    """What a text shows by itself."""
 
 
 def _decoded(decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Options) -> Tensor:
@@ -258,19 +375,3 @@ def _decoded(decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Opt
     if not isinstance(found, Tensor) or found.dim() != 2 or not found[:, : ids.shape[1]].equal(ids):
         raise TypeError("it must return the prompts and what follows them, ids [B, L + T]")
     return found
-
-
-def _checked(check: str, look: Callable[[], _Seen]) -> Verified:
-    try:
-        result, words, p_value = look()
-    except (NotImplementedError, ValueError) as error:
-        return Verified(check, REFUSED, f"{type(error).__name__}: {one_line(error)}")
-    except _Fault as error:
-        return Verified(check, BROKEN, str(error), 0.0)
-    except Exception as error:  # of a stranger's function
-        return Verified(check, BROKEN, f"{type(error).__name__}: {one_line(error)}")
-    return Verified(check, result, words, p_value)
-
-
-def _allowed(size: int, row: int, ids: Tensor) -> list[int]:
-    return [1 + row, 2 + (int(ids[-1]) + row) % (size - 2)]

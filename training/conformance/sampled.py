@@ -8,8 +8,7 @@ a martingale. So nothing is enumerated, and texts may be longer than any draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from math import sqrt
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,19 +20,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ...generation.call.automata import AutomatonProcessor
 
-VOCABULARY = 4
-LAST = 2
-"""The last token of every prompt."""
+VOCABULARY, LAST = 4, 2
+"""Tokens of the models of sampled texts, and the last one of every prompt."""
 ALARM = 1e-6
 """p-values below it are faults: a right loop meets one in a million."""
-_SUSPECT = ((0.05, 3), (0.001, 12))
+SUSPECT = ((0.05, 3), (0.001, 12))
 """Below such a p-value so many times as many texts are drawn further; the verdict is that of all of them."""
-_LEAST = 20.0
-"""Least variance of a count that is compared with a normal distribution."""
-_RARE = 1e-3
-"""Tokens of smaller probability are counted together, by the tail of a Poisson distribution."""
-_Z = 1.645
-"""The normal distribution's quantile of .95."""
+_LEAST = 20.0  # variance of a count that is compared with a normal distribution
+_RARE = 1e-3  # tokens of smaller probability are counted together, by the tail of a Poisson distribution
 
 
 class Follows(AutomatonProcessor):
@@ -115,47 +109,29 @@ class Law:
     """Drawn tokens of a vocabulary of V, their probabilities, and how far the first are from the second."""
 
     def __init__(self, vocabulary: int) -> None:
-        self.vocabulary, self.drawn, self.probs = vocabulary, list[Tensor](), list[Tensor]()
-        self.before, self.places, self.num_texts = list[Tensor](), list[Tensor](), 0
+        self.vocabulary, self.num_texts = vocabulary, 0
+        self._calls = list[tuple[Tensor, ...]]()
 
     def add(self, ids: Tensor, width: int, counted: Tensor, probs: Tensor) -> None:
         """Add the texts of a call: ids [B, width + T], of whose new tokens `counted` [B, T] bool were drawn."""
         previous = ids[:, width - 1 : -1] + self.vocabulary * ids[:, width - 2 : -2]  # [B, T], the last two tokens
         places = torch.arange(counted.shape[1]).expand_as(counted)
-        self.drawn.append(ids[:, width:][counted])
-        self.probs.append(probs[counted])
-        self.before.append(previous[counted])
-        self.places.append(places[counted])
+        self._calls.append(tuple(each[counted] for each in (ids[:, width:], probs, previous, places)))
         self.num_texts += len(ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that were drawn."""
-        return sum(map(len, self.drawn))
 
     def p_value(self) -> float:
         """Return how likely tokens are so far off, corrected for the number of tests."""
-        drawn, probs = torch.cat(self.drawn), torch.cat(self.probs)  # [M], [M, V]
+        drawn, probs, before, places = map(torch.cat, zip(*self._calls))  # [M], [M, V], [M], [M]
         of_drawn = probs.gather(1, drawn[:, None])[:, 0]
         if bool((of_drawn == 0).any()):
             return 0.0
         seen, expected = (of_drawn < _RARE).sum(), probs.where(probs < _RARE, 0).sum()
         rare = float(torch.special.gammainc(seen.double(), expected)) if seen else 1.0
-        tests = [p_value for each in self._tests(drawn, probs, of_drawn) for p_value in each]
+        tests = [p_value for each in self._tests(drawn, probs, before, places) for p_value in each]
         return min(1.0, 2 * rare, 2 * len(tests) * min(tests))
 
-    def found_errors(self) -> tuple[float, float]:
-        """Return the relative errors of probabilities that 19 of 20 checks suspect: anywhere, and at one place alone.
-
-        A loop of error e draws token x with probability p(x) (1 + e s), where the sign s is set by x and the token
-        before it, or by x alone at one place. What is suspected so is a fault in all texts that are then drawn.
-        """
-        size, level = self.vocabulary, _SUSPECT[0][0] / 2 / (3 * int(torch.cat(self.places).max()) + 7)
-        anywhere = sqrt(_noncentrality(level, size * (size - 1)) / self.num_tokens)
-        return anywhere, sqrt(_noncentrality(level, size - 1) / self.num_texts)
-
-    def _tests(self, drawn: Tensor, probs: Tensor, of_drawn: Tensor) -> Iterator[list[float]]:
-        before, places, size = torch.cat(self.before), torch.cat(self.places), self.vocabulary
+    def _tests(self, drawn: Tensor, probs: Tensor, before: Tensor, places: Tensor) -> Iterator[list[float]]:
+        size = self.vocabulary
         last, width, all_tokens = before % size, int(places.max()) + 1, torch.zeros_like(places)
         off = torch.nn.functional.one_hot(drawn, size) - probs  # [M, V]
         spread = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]  # [M, V, V]
@@ -168,10 +144,10 @@ class Law:
         # too flat or too sharp, at a place and anywhere
         logs = probs.clamp(min=1e-300).log()  # [M, V]
         mean = (probs * logs).sum(1)
-        off = of_drawn.log() - mean
-        spread = (probs * logs.square()).sum(1) - mean.square()
-        yield _chi_squares(off[:, None], spread[:, None, None], places, width, width)
-        yield _chi_squares(off[:, None], spread[:, None, None], all_tokens, 1)
+        off = (logs.gather(1, drawn[:, None])[:, 0] - mean)[:, None]
+        spread = ((probs * logs.square()).sum(1) - mean.square())[:, None, None]
+        yield _chi_squares(off, spread, places, width, width)
+        yield _chi_squares(off, spread, all_tokens, 1)
 
 
 def _chi_squares(off: Tensor, spread: Tensor, groups: Tensor, count: int, tests: int = 1) -> list[float]:
@@ -193,27 +169,6 @@ def _tail(statistic: Tensor | float, freedom: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1])) if freedom else 1.0
 
 
-def _noncentrality(level: float, freedom: int) -> float:
-    """Return where a noncentral chi-square exceeds the quantile of a level in 19 of 20 draws (normal approximation)."""
-    low, high = 0.0, 1e4
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _tail(middle, freedom) > level else (low, middle)
-    # mean d + c and variance 2 d + 4 c: the noncentrality c solves d + c - z sqrt(2 d + 4 c) = quantile
-    over = low - freedom + 2 * _Z**2
-    return over + sqrt(over**2 - (low - freedom) ** 2 + 2 * freedom * _Z**2)
-
-
-def verdict_of(draw: Callable[[Law, int], None], vocabulary: int, samples: int) -> Law:
-    """Return the law of so many drawn texts, or of more, where they are suspect; `draw` adds texts."""
-    law = Law(vocabulary)
-    draw(law, samples)
-    for level, further in _SUSPECT:
-        if ALARM <= law.p_value() < level:
-            draw(law, further * samples)
-    return law
-
-
 Distribution = dict[tuple[int, ...], float]
 """Texts and their probabilities."""
 
@@ -232,8 +187,7 @@ def chi_square(cells: Tensor, distribution: Tensor) -> float:
     if expected[-1] < 5:  # too few even together: they join the last frequent cell
         seen, expected = (torch.cat([counts[:-2], counts[-2:].sum()[None]]) for counts in (seen, expected))
     expected = expected * seen.sum() / expected.sum()
-    statistic = ((seen - expected).square() / expected).sum()
-    return _tail(statistic, len(seen) - 1)
+    return _tail(((seen - expected).square() / expected).sum(), len(seen) - 1)
 
 
 @torch.no_grad()
@@ -242,21 +196,18 @@ def continuation_distribution(model: Any, prompt: Tensor, length: int, **options
     processors = _processors(model, prompt, {"do_sample": True, **options})
     distribution: Distribution = {(): 1.0}
     for _ in range(length):
-        distribution = {text: p for text, p in distribution.items() if p > 0}
         texts = torch.tensor(list(distribution)).long().view(len(distribution), -1)
         ids = torch.cat([prompt.expand(len(distribution), -1), texts], dim=1)
-        next_probs = processors(ids, model(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
-        distribution = {
-            (*text, x): p * q for (text, p), row in zip(distribution.items(), next_probs) for x, q in enumerate(row)
-        }
+        rows = processors(ids, model(ids, use_cache=False).logits[:, -1].double()).softmax(-1).tolist()
+        pairs = zip(distribution.items(), rows)
+        distribution = {(*text, x): p * q for (text, p), row in pairs for x, q in enumerate(row) if q > 0}
     return distribution
 
 
 def continuation_p_value(samples: Tensor, distribution: Distribution) -> float:
     """Return the chi-square p-value of drawn continuations [N, length]; see `chi_square`."""
     number = {text: cell for cell, text in enumerate(distribution)}
-    texts = [tuple(text) for text in samples.tolist()]
-    if any(text not in number for text in texts):  # it continues what the distribution excludes
+    texts = list(map(tuple, samples.tolist()))
+    if not number.keys() >= {*texts}:  # one continues what the distribution excludes
         return 0.0
-    cells = torch.tensor([number[text] for text in texts])
-    return chi_square(cells, torch.tensor(list(distribution.values()), dtype=torch.double))
+    return chi_square(torch.tensor([*map(number.get, texts)]), torch.tensor([*distribution.values()]).double())

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from ...configuration.fields import field
 from ...generation.attach import MTPGenerationMixin
-from ...generation.backbone.wrapped_models import fingerprint, same_backbone, untyped
+from ...generation.backbone.wrapped_models import fingerprint, same_backbone
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields, optional_file, read_tensors, tensor_names, weight_files
 from ...modeling import EagleHead
@@ -38,10 +38,8 @@ from .trials import Drafted, Trial, along, answered, brings_back, is_easier, is_
 OK, NOTE, FAULT = "ok", "note", "fault"
 """States of a check."""
 Source = str | PathLike[str]
-COVERED = 0.85
-"""Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
-LITTLE = 0.08
-"""Share of first drafts below which nothing is gained, and something must be wrong."""
+_COVERED = 0.85  # least share of a text's tokens that a draft vocabulary holds; every other token ends a draft
+_LITTLE = 0.08  # share of first drafts below which nothing is gained, and something must be wrong
 _SMALLEST, _ROWS = 16, 512  # rows and columns of a matrix that is told from noise: the least, and the most looked at
 _DEVIATION, _DEVIATES = 0.02, 4.0  # usual deviation of new weights, and standard errors by which theirs may differ
 _BITS = 16  # binary digits that are 0 by chance once in 65,536 vocabularies
@@ -60,6 +58,11 @@ class Finding:
     check: str
     state: str
     words: str
+
+    @classmethod
+    def of(cls, check: str, is_fault: bool, words: str) -> Finding:
+        """Return what is at fault, or is not."""
+        return cls(check, FAULT if is_fault else OK, words)
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,8 @@ def diagnose(
     method = drafting_method("drafter", model, None if drafter is model else drafter, **options)
     texts, runs = _answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
     accepted = _accepted(runs)
-    findings = [*_of_files(source), of_backbone(drafter, model), *of_tokenizers(source, tokenizer, model)]
-    findings.append(untrained(drafter, model))
+    findings = [*_of_files(source), _of_backbone(drafter, model), *_of_tokenizers(source, tokenizer, model)]
+    findings.append(_untrained(drafter, model))
     if (part := getattr(drafter, "draft_vocabulary", None)) is not None:
         findings.append(_of_vocabulary(part, texts))
     if not has_probs(drafter):
@@ -169,10 +172,9 @@ def diagnose(
         texts, runs = _answers(method, PromptEncoder(tokenizer, not chats), prompts, new_tokens)
         if sum(run.repeated_share for run in runs) <= _LOOPING * len(runs):
             other, forms = along(drafter, texts, base.length), ("with", "without") if chats else ("without", "with")
-            pairs = zip((base, other), forms)
-            rates = ", ".join(f"{each.calls.tokens_per_call:.2f} tokens per call {form} it" for each, form in pairs)
-            state = FAULT if is_easier(other, base) else OK
-            findings.append(Finding("form of prompts", state, f"chat template: {rates}"))
+            rates = (f"{each.calls.tokens_per_call:.2f} {form}" for each, form in zip((base, other), forms))
+            words = f"tokens per call with and without the chat template: {', '.join(rates)} it"
+            findings.append(Finding.of("form of prompts", is_easier(other, base), words))
     return Diagnosis(_settled([*findings, _of_acceptance(base, findings)]), accepted)
 
 
@@ -190,8 +192,7 @@ def _answers(
 
 def _accepted(rows: Sequence[Row]) -> Accepted:
     """Return what calls accepted, by depth and in the mean."""
-    counts = [count for row in rows for each in row.accepted for count in each]
-    if not counts:
+    if not (counts := [count for row in rows for each in row.accepted for count in each]):
         return Accepted()
     longest = max((count for row in rows for each in row.drafted for count in each), default=0)
     return Accepted(acceptance_by_position(counts, longest), [], [], 1 + sum(counts) / len(counts), len(counts))
@@ -232,13 +233,13 @@ def rounded(offsets: Tensor) -> str | None:
     return next((words for words, count in zeros.items() if count > _BITS), None)
 
 
-def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
+def _of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
     """Return whether a drafter learned on this backbone, by the fingerprint of its config."""
     config = getattr(drafter, "config", None)
     recorded, actual = field(config, "backbone_fingerprint"), fingerprint(backbone)
     if recorded is None or actual is None:
-        why = "the drafter records none" if recorded is None else "these weights cannot be read"
-        return Finding("fingerprint", NOTE, f"{why}; made for {field(config, 'base_model_name_or_path')}")
+        made_for = field(config, "base_model_name_or_path")
+        return Finding("fingerprint", NOTE, f"none is recorded, or these weights cannot be read; made for {made_for}")
     if not same_backbone(recorded, actual):
         return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
     if "/" in recorded and "/" in actual:
@@ -246,7 +247,7 @@ def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
     return Finding("fingerprint", NOTE, "it is that of unembedding and last norm alone; no layers are recorded or read")
 
 
-def of_tokenizers(
+def _of_tokenizers(
     source: Source | None, tokenizer: PreTrainedTokenizerBase, backbone: PreTrainedModel
 ) -> Iterator[Finding]:
     """Yield whether the backbone and the drafter know the tokenizer's ids, and whether both have one chat template."""
@@ -260,15 +261,13 @@ def of_tokenizers(
         return
     theirs, ours = own.get_vocab(), tokenizer.get_vocab()
     odd = sorted(token for token in {*theirs, *ours} if ours.get(token) != theirs.get(token))
-    words = f"{len(odd)} tokens have other ids in the drafter's, or none in one of both ({odd[:3]})"
-    yield Finding("tokenizer", FAULT, words) if odd else Finding("tokenizer", OK, "the drafter brings the same ids")
+    yield Finding.of("tokenizer", bool(odd), f"{len(odd)} tokens have other ids in the drafter's, or none ({odd[:3]})")
     if own.chat_template is not None:
         is_other = own.chat_template != tokenizer.chat_template
-        words = "the drafter brings another one than the tokenizer of the model has" if is_other else "the same one"
-        yield Finding("chat template", FAULT if is_other else OK, words)
+        yield Finding.of("chat template", is_other, f"the drafter brings {'another' if is_other else 'the same'} one")
 
 
-def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
+def _untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
     """Return whether matrices of a drafter, but copies of the backbone's tables, are as they were made."""
     parts = backbone.get_input_embeddings(), backbone.get_output_embeddings()
     tables = [each for part in parts if isinstance(each := getattr(part, "weight", None), Tensor) and not each.is_meta]
@@ -280,7 +279,7 @@ def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
     deviation = getattr(getattr(drafter, "config", None), "initializer_range", None)
     found = [name for name, each in matrices.items() if is_new(each, deviation or _DEVIATION)]
     words = f"as newly made: {len(found)} of {len(matrices)} matrices {', '.join(found[:3])}"
-    return Finding("untrained tensors", FAULT if found else OK, words)
+    return Finding.of("untrained tensors", bool(found), words)
 
 
 @torch.no_grad()
@@ -313,7 +312,7 @@ def _of_vocabulary(part: DraftVocabulary, texts: Sequence[Batch]) -> Finding:
     share = float(torch.isin(new, part.ids.to(new.device)).double().mean())
     error = (share * (1 - share) / len(new)) ** 0.5
     words = f"{share:.1%} of the texts' tokens are among the {len(part)} that can be drafted"
-    return Finding("vocabulary", FAULT if share + _LIKELY * error < COVERED else OK, words)
+    return Finding.of("vocabulary", share + _LIKELY * error < _COVERED, words)
 
 
 def _of_decoding(accepted: Accepted) -> Finding:
@@ -321,35 +320,31 @@ def _of_decoding(accepted: Accepted) -> Finding:
     worst = max((expected - decoded for decoded, expected in zip(accepted.decoded, accepted.expected)), default=0.0)
     is_less = worst > _CLOSE + _ENDS / max(accepted.verifications, 1)
     words = f"calls accept up to {max(worst, 0.0):.0%} less than the drafts along the same texts do"
-    return Finding("decoding", FAULT if is_less else OK, words)
+    return Finding.of("decoding", is_less, words)
 
 
 def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Source | None) -> Finding:
     """Return whether the drafter would accept more in float32, or has numbers that its dtype does not hold."""
-    dtype, name = drafter.dtype, str(drafter.dtype).removeprefix("torch.")
-    if dtype == torch.float32 or not isinstance(drafter, torch.nn.Module) or isinstance(drafter, MTPGenerationMixin):
+    dtype, name, kind = drafter.dtype, str(drafter.dtype).removeprefix("torch."), type(drafter)
+    if dtype == torch.float32 or not issubclass(kind, torch.nn.Module) or issubclass(kind, MTPGenerationMixin):
         return Finding("dtype", OK, name)
     held = {key: value.clone() for key, value in drafter.state_dict().items()}
-    options, backbone = getattr(drafter, "read_with", {}), untyped(drafter).backbone
-    wide = held if source is None else read_drafter(source, torch.float32, backbone, **options).state_dict()
+    options = getattr(drafter, "read_with", {})
+    wide = held if source is None else read_drafter(source, torch.float32, drafter.backbone, **options).state_dict()
     floats, most = {key: each for key, each in wide.items() if each.is_floating_point()}, torch.finfo(dtype).max
     odd = [key for key, each in floats.items() if not bool((each.abs() <= most).all())]
     try:
-        untyped(drafter).float().load_state_dict(wide)
+        drafter.float().load_state_dict(wide)
         found = along(drafter, texts, base.length)
     finally:
-        untyped(drafter).to(dtype).load_state_dict(held)
+        drafter.to(dtype).load_state_dict(held)
     words = f"{name}: {base.calls.tokens_per_call:.2f} tokens per call, in float32 {found.calls.tokens_per_call:.2f}"
     words += f"; {name} cannot hold {', '.join(odd[:3])}" if odd else ""
-    is_better = bool(odd) or _mends(Trial("dtype", name), found, base)
-    return Finding("dtype", FAULT if is_better else OK, words)
+    return Finding.of("dtype", bool(odd) or _mends(Trial("dtype", name), found, base), words)
 
 
 def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[Finding]:
-    """Yield a finding for each kind of convention: that it fits, or that another one fits better than all others.
-
-    The best of wrong answers, which brings back little, or which others come near, is no cause but the nearest.
-    """
+    """Yield a finding for each kind of convention: that it fits, or that another one fits better than all others."""
     tried = list[tuple[Trial, Drafted]]()
     for trial in trials_of(drafter):
         with trial.holds():
@@ -357,6 +352,7 @@ def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[
     rated = [each for each in tried if _is_rated(*each)]
     best = max((each for each in rated if _mends(*each, base)), key=_fit, default=None)
     others = [found for trial, found in rated if best is not None and trial.cause != best[0].cause]
+    # the best of wrong answers, which brings back little, or which others come near, is no cause but the nearest
     is_cause = best is not None and all(is_surer(best[1], found, _LIKELY) for found in others)
     for check in dict.fromkeys(trial.check for trial, _ in tried):
         is_best = best is not None and best[0].check == check
@@ -394,11 +390,9 @@ def _of_acceptance(base: Drafted, others: Sequence[Finding]) -> Finding:
     """Return whether first drafts are hardly ever right, which no check says why, but one of the vocabulary."""
     share = base.calls.by_position[0] if base.calls.by_position else 0.0
     words = f"{share:.0%} of the first drafts are right"
-    if share >= LITTLE:
-        return Finding("acceptance", OK, words)
-    if any(each.state == FAULT and each.check != "vocabulary" for each in others):
-        return Finding("acceptance", NOTE, words)
-    return Finding("acceptance", FAULT, f"{words}: another backbone, or weights that are damaged or hardly trained")
+    if share < _LITTLE and not any(each.state == FAULT and each.check != "vocabulary" for each in others):
+        return Finding("acceptance", FAULT, f"{words}: another backbone, or weights that are damaged or hardly trained")
+    return Finding("acceptance", NOTE if share < _LITTLE else OK, words)
 
 
 def _settled(findings: Sequence[Finding]) -> list[Finding]:

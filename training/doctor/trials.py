@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import chain, combinations, permutations
+from itertools import combinations, permutations
 from math import factorial, isclose
 from operator import add
 from typing import Any
@@ -31,8 +31,7 @@ from ...modeling.heads.losses import IGNORE
 from ...modeling.heads.medusa import Repeated
 from ..evaluation.drafts import Batch, ExpectedCalls, drafted_probs
 
-_MORE, _ERRORS = 1.25, 3.0
-"""Times the calls per token, and their standard errors, which tell one form of prompts from the other."""
+_MORE, _ERRORS = 1.25, 3.0  # calls per token, and their standard errors, which tell one form of prompts from the other
 _DEFAULTS: dict[str, tuple[str, Any]] = {
     "rope": ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}),
     "norms": ("rms_norm_eps", 1e-6),
@@ -40,22 +39,19 @@ _DEFAULTS: dict[str, tuple[str, Any]] = {
 }
 """By check, a field and the value of configs that do not say it, which is tried besides the backbone's."""
 _PLACES = {-1: "the place before", 1: "the place after"}
-_ORDERS = 24
-"""Orders of heads up to which all are tried."""
+_ORDERS = 24  # orders of heads up to which all are tried
 
 
 @dataclass(frozen=True)
 class Drafted:
     """What a drafter does along N texts: expected greedy calls, and two sums over the places of each text.
 
-    `drawn` are the drafts that would be accepted if tokens were drawn, products over drafts of the sum over tokens of
-    min(p, q), which tell conventions apart where few calls differ; `surer` is by how much first drafts are surer than
-    right.
+    `drawn` tells conventions apart where few calls differ.
     """
 
     calls: ExpectedCalls
-    drawn: Tensor  # [N]
-    surer: Tensor  # [N]
+    drawn: Tensor  # [N], accepted drafts if tokens were drawn: products over drafts of the sum over tokens of min(p, q)
+    surer: Tensor  # [N], by how much first drafts are surer than right
 
     @property
     def length(self) -> int:
@@ -167,6 +163,11 @@ class Trial:
         """What trials of one cause have in common."""
         return self.check.partition(",")[0]
 
+    @classmethod
+    def of(cls, check: str, owner: object, name: str, value: object) -> Trial:
+        """Return the trial of another value of an attribute."""
+        return cls(check, f"{name}={value}", partial(replaced, (owner, {name: value})))
+
 
 def trials_of(drafter: Any) -> Iterator[Trial]:
     """Yield the trials that a drafter allows."""
@@ -175,7 +176,8 @@ def trials_of(drafter: Any) -> Iterator[Trial]:
     own = {EagleHead: _of_eagle, BlockDrafter: _of_block, MTPHeads: _of_heads}
     for kind, trials in own.items():
         if isinstance(drafter, kind):
-            yield from chain(trials(drafter), _fields(drafter), _draft_ids(drafter))
+            for each in (trials, _fields, _draft_ids):
+                yield from each(drafter)
 
 
 @contextmanager
@@ -192,11 +194,6 @@ def replaced(*values: tuple[object, Kwargs]) -> Iterator[None]:
             for name in changed:
                 del held[name]
             held.update(before)
-
-
-def _set(check: str, owner: object, name: str, value: object) -> Trial:
-    """Return the trial of another value of a field."""
-    return Trial(check, f"{name}={value}", partial(replaced, (owner, {name: value})))
 
 
 @contextmanager
@@ -238,7 +235,7 @@ def _of_eagle(head: EagleHead) -> Iterator[Trial]:
     maps = attention.q_proj, attention.k_proj, attention.v_proj
     yield Trial("first layer", "q_proj, k_proj and v_proj with their halves exchanged", partial(_exchanged, *maps))
     for name, owner in (("norm_output", head.config), ("norm_before_residual", head.layers[0])):
-        yield _set("norms", owner, name, not getattr(head.config, name))
+        yield Trial.of("norms", owner, name, not getattr(head.config, name))
     if head.config.num_aux:
         count = head.backbone.config.get_text_config().num_hidden_layers
         now = resolved_aux_layers(head.config, count)
@@ -260,14 +257,14 @@ def _layers(config: Any, name: str, now: list[int], last: int, more: Sequence[li
     found += [[*now[:i], now[i] + by, *now[i + 1 :]] for i in range(len(now)) for by in (-1, 1)]
     for layers in dict.fromkeys(map(tuple, [*found, *_orders(now)])):
         if list(layers) != now and len({*layers}) == len(now) and all(0 <= index <= last for index in layers):
-            yield _set("layer ids" + ", or fc" * (sorted(layers) == now), config, name, list(layers))
+            yield Trial.of("layer ids" + ", or fc" * (sorted(layers) == now), config, name, list(layers))
 
 
 def _of_heads(heads: MTPHeads) -> Iterator[Trial]:
     yield from _features(heads, "features")
     if "state_offset" in heads.family.facts.options and not heads.config.draft_layers:
         for value in {heads.config.state_offset + by for by in (-1, 1)} - {-1}:
-            yield _set("layer ids", heads.config, "state_offset", value)
+            yield Trial.of("layer ids", heads.config, "state_offset", value)
     for count in (heads.config.num_depths, heads.config.num_drafts):
         if owners := [*_in_order(heads.head, count)]:
             for order in _orders([*range(count)]):
@@ -311,18 +308,17 @@ def _of_block(drafter: BlockDrafter) -> Iterator[Trial]:
     yield from _features(drafter, "fuse")
     last = drafter.backbone.config.get_text_config().num_hidden_layers - 1
     yield from _layers(config, "feature_layers", drafter.feature_layers, last)
-    names = ("causal", "sliding_causal", "sample_from_anchor")
     is_fixed = drafter.joint_law.needs_window  # its tensors have one part for every row that drafts
-    for name in names[: 2 if is_fixed else 3]:
-        yield _set("row", config, name, not getattr(config, name))
+    for name in ("causal", "sliding_causal", *["sample_from_anchor"] * (not is_fixed)):
+        yield Trial.of("row", config, name, not getattr(config, name))
     if not is_fixed and config.conv_kernel_size is None:
         for size in (config.block_size + 1, 2 * config.block_size):
-            yield _set("row", config, "block_size", size)
+            yield Trial.of("row", config, "block_size", size)
 
 
-def _fields(drafter: nn.Module) -> Iterator[Trial]:
+def _fields(drafter: EagleHead | BlockDrafter | MTPHeads) -> Iterator[Trial]:
     """Yield values of the backbone's config, and those of none, for fields that shape a drafter's layers."""
-    text = untyped(drafter).backbone.config.get_text_config()
+    text = drafter.backbone.config.get_text_config()
     theirs = layer_fields(text, {}) | {"hidden_act": field(text, "hidden_act", "hidden_activation")}
     for check, (name, usual) in _DEFAULTS.items():
         for value in [theirs[name]] + [usual] * (theirs[name] != usual):
@@ -341,7 +337,7 @@ def _parts(drafter: nn.Module, name: str) -> list[Any]:
     return [each for each in drafter.modules() if hasattr(each, name)]
 
 
-def _changed(drafter: nn.Module, name: str, value: Any) -> list[tuple[object, Kwargs]]:
+def _changed(drafter: EagleHead | BlockDrafter | MTPHeads, name: str, value: Any) -> list[tuple[object, Kwargs]]:
     """Return what to replace in a drafter for the value of a field; nothing where it has that value."""
     if name == "rope_parameters":
         parts = [each for each in _parts(drafter, "inv_freq") if field(each.config, name) != value]
@@ -349,11 +345,9 @@ def _changed(drafter: nn.Module, name: str, value: Any) -> list[tuple[object, Kw
     if name == "hidden_act":
         parts = [each for each in _parts(drafter, "act_fn") if type(each.act_fn) is not type(ACT2FN[value])]
         return [(each, {"act_fn": ACT2FN[value]}) for each in parts]
-    parts = _parts(drafter, "variance_epsilon")
-    values = [
-        (each, {"variance_epsilon": value}) for each in parts if not isclose(each.variance_epsilon, value, rel_tol=1e-3)
-    ]
-    return values and [*values, (drafter.config, {name: value})]
+    norms = _parts(drafter, "variance_epsilon")
+    odd = [each for each in norms if not isclose(each.variance_epsilon, value, rel_tol=1e-3)]
+    return odd and [*((each, {"variance_epsilon": value}) for each in odd), (drafter.config, {name: value})]
 
 
 def _turned(module: Any, **fields: Any) -> Callable[..., Any]:

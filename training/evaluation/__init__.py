@@ -4,7 +4,6 @@ from ..utils import lazy_names
 
 _HOMES = {
     "Bench": "bench",
-    "DecodingMode": "decoding",
     "DraftMeasures": "drafts",
     "ExpectedCalls": "drafts",
     "GREEDY": "decoding",
@@ -12,14 +11,13 @@ _HOMES = {
     "Prompt": "prompts",
     "Protocol": "bench",
     "PromptEncoder": "prompts",
-    "completions_of": "summary",
     "drafting_method": "methods",
     "environment": ".results",
     "hardware": ".results",
     "plain_method": "methods",
     "rank_accuracies": "drafts",
     "repeated_share": "decoding",
-    "results_of": "summary",
+    "results_of": "bench",
     "sampled": "decoding",
 }
 __all__ = list(_HOMES)

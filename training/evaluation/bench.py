@@ -2,9 +2,8 @@
 
 A unit is a group of prompts and a way of decoding. In it every method decodes, in an order that rotates from unit to
 unit: plain decoding, once more as a control, and the methods with drafts. All of them get plain decoding's answers as
-the history of later turns. Drafters that remember text begin every unit with what they remembered at first: they must
-not have read the answer in another one. A unit counts as a whole or not at all, so that every method has seen the same
-prompts at the same time wherever a run ends.
+the history of later turns. Drafters that remember text begin every unit with what they remembered at first. A unit
+counts as a whole or not at all, so that every method has seen the same prompts wherever a run ends.
 
 Greedy outputs that differ from plain decoding's are near-ties, where rounding decides, or real differences. A block and
 a single token are rounded differently, so that two tokens of nearly equal logits may swap their order. A difference is
@@ -16,28 +15,49 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import product
+from operator import add
 from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ... import __version__
 from ...configuration.cache_names import CACHE, cache_of
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields
-from ..utils import one_line, replace_file
-from .decoding import GREEDY, MODES, DecodingMode, Method, Row, decode
-from .drafts import DraftMeasures, text_of
+from ..loading import unit_of
+from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environment, hardware
+from ..utils import needs_extra, one_line, replace_file
+from .decoding import (
+    GREEDY,
+    MODES,
+    DecodingMode,
+    Method,
+    Row,
+    acceptance_by_position,
+    decode,
+    drafted_flags,
+    repeated_share,
+)
+from .drafts import DraftMeasures, ExpectedCalls, ratio_of_sums, text_of
 from .prompts import Prompt, PromptEncoder, groups_of
 
 PLAIN, CONTROL = "plain", "plain, again"
 """Names of decoding without drafts, and of the same a second time."""
 LINES = "lines.jsonl"
 """Name of the file of what was measured, as it was measured: a list of rows for each unit."""
+EXACT, BLEU = "exact match", "BLEU"
+"""Names of the scores, of 0 to 100."""
+_ANSWER = "####"  # stands before the number in a reference of GSM8K
 _WARM_UP = 8  # tokens of a first call that is not measured, because it also sets things up
 _WIDTH, _BLOCKS = 6, 4  # tokens of a block, and blocks of an output, along which the error of logits is measured
 _TOP = 10  # likeliest tokens whose logits are compared
@@ -45,6 +65,7 @@ _OUTPUTS = 4  # along which the error is measured
 _Batch = dict[str, torch.Tensor]
 _Unit = tuple[list[Prompt], DecodingMode, int]
 _Key = tuple[tuple[str, ...], str, int]
+_Pair = tuple[Row, Row]  # what a method did, and plain decoding in the same turn of the same prompts
 
 
 @dataclass(frozen=True)
@@ -172,16 +193,15 @@ class Bench:
         shift, found = number % len(self.methods), dict[str, Row]()
         for method in [*self.methods[shift:], *self.methods[:shift]]:
             found[method.name] = self._tried(method, batch, mode, batch_size, self.protocol.new_tokens, seed)
+            found[method.name].method = method.name
         rows = [found[method.name] for method in self.methods]
         plain, prompts = rows[0], [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
-        for method, row in zip(self.methods, rows):
-            row.method = method.name
-            if row is plain or plain.error is not None or row.error is not None:
+        for method, row in zip(self.methods[1:], rows[1:]):
+            if plain.error is not None or row.error is not None:
                 continue
             outputs = () if mode.is_sampled else zip(prompts, plain.ids, row.ids)
             row.differences = [self._difference(*output, len(prompts)) for output in outputs]
-            expectation = method.expectation(mode) if self.protocol.expects else None
-            if expectation is not None:
+            if self.protocol.expects and (expectation := method.expectation(mode)) is not None:
                 measures = DraftMeasures(mode.temperature, expectation[1])
                 for prompt, ids in zip(prompts, plain.ids):
                     measures.add(method.drafter, text_of(prompt[None], prompt.new_tensor([ids])))
@@ -200,8 +220,7 @@ class Bench:
         try:
             return decode(method, batch, mode, new_tokens, seed)
         except Exception as error:  # whatever it is, of our code or of transformers', the other methods go on
-            words = "not enough memory", "can't allocate memory"
-            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(map(str(error).count, words))
+            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
             reason = f"no memory for a batch of {batch_size}" if is_memory else one_line(error)
             self.refused[method.name, mode.name, batch_size] = reason
             return Row(error=reason)
@@ -255,6 +274,180 @@ def block_error(model: PreTrainedModel, prompt: torch.Tensor, output: torch.Tens
     return float((blocks - singles).gather(-1, likeliest).abs().max())
 
 
-def is_near_tie(difference: Fields, error: float) -> bool:
-    """Return whether rounding of that error explains a difference."""
-    return difference["gap"] is not None and difference["gap"] <= 2 * error
+def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
+    """Return the results of a bench with its machine and dtype, and further fields of `MeasuredResults`."""
+    model = bench.methods[0].model
+    fields = {
+        "results": results_of(bench),
+        "hardware": hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "library_version": __version__,
+        "unit": unit_of(bench.writer.tokenizer),
+        "environment": environment(),
+        "not_measured": bench.not_measured,
+    }
+    return MeasuredResults(**fields | facts)
+
+
+def largest_error(rows: Sequence[Row]) -> float:
+    """Return the largest error between logits of a block and of single tokens that was measured."""
+    return max((each["error"] for row in rows for each in row.differences if each is not None), default=0.0)
+
+
+def results_of(bench: Bench) -> list[DecodingResult]:
+    """Return all results, beside the control's ratios; the error of logits is the largest that was measured."""
+    rows, results = [row for row in bench.lines if row.error is None], list[DecodingResult]()
+    plain = {_place(row): row for row in rows if row.method == bench.methods[0].name}
+    for batch_size, mode in product(bench.protocol.batch_sizes, bench.protocol.modes):
+        here = [row for row in rows if (row.mode, row.batch_size) == (mode.name, batch_size) and _place(row) in plain]
+        found = []
+        for method in bench.methods:
+            if own := [row for row in here if row.method == method.name]:
+                pairs = [(row, plain[_place(row)]) for row in own]
+                found.append(result_of(method.name, mode, batch_size, pairs, largest_error(bench.lines)))
+                found[-1].source = method.source
+                found[-1].quality = _quality(bench, own) if bench.protocol.scores else {}
+        control = next((each for each in found if each.method == CONTROL and each.micro_speed_up), None)
+        ratios = [*control.speed_ups, control.micro_speed_up] if control is not None else []
+        results += [replace(each, plain_ratios=ratios) for each in found]
+    return results
+
+
+def _place(row: Row) -> tuple[tuple[str, ...], str, int, int]:
+    return tuple(row.prompts), row.mode, row.batch_size, row.turn
+
+
+def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[_Pair], error: float) -> DecodingResult:
+    """Return the result of a method's pairs; texts that loop are left out, but where all do, which the row says."""
+    steady = [pair for pair in pairs if max(row.repeated_share for row in pair) <= DEGENERATE_SHARE]
+    counted = steady or pairs
+    runs, plain, written = [run for run, _ in counted], [row for _, row in counted], [run for run, _ in steady]
+    timed = [(run, row, run.speed / row.speed) for run, row in steady if run.speed and row.speed]
+    whole = [
+        run.new_tokens / run.seconds * row.seconds / row.new_tokens
+        for run, row in steady
+        if run.new_tokens and row.new_tokens
+    ]
+    categories = sorted({run.category for run in written})
+    ratios = {each: [ratio for run, _, ratio in timed if run.category == each] for each in categories}
+    rates = {each: _per_verification([run for run in written if run.category == each])[0] for each in categories}
+    later = [run for run in runs if run.forwards > 1]
+    drafting = [1000 * run.draft_seconds / (run.forwards - 1) for run in later if run.draft_seconds is not None]
+    accepted = [count for run in written for counts in run.accepted for count in counts]
+    length = max((count for run in written for counts in run.drafted for count in counts), default=0)
+    tokens_per_verification, standard_error = _per_verification(written)
+    along = [ExpectedCalls.from_lists(run.expected) for run in written if run.expected is not None]
+    expected = reduce(add, along) if along else None
+    compared = [each for run, _ in pairs for each in run.differences]
+    different = [each for each in compared if each is not None]
+    return DecodingResult(
+        name=f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
+        method=method,
+        decoding=mode.name,
+        do_sample=mode.is_sampled,
+        backbone_calls=sum(sum(run.calls) for run in runs),
+        new_tokens=sum(run.new_tokens for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        plain_seconds=sum(row.seconds for row in plain),
+        plain_new_tokens=sum(row.new_tokens for row in plain),
+        batch_size=batch_size,
+        per_prompt=[round(len(ids) / calls, 4) for run in runs for ids, calls in zip(run.ids, run.calls)],
+        repeated_share=mean(run.repeated_share for run, _ in pairs),
+        looping=len(pairs) - len(steady),
+        looping_share=1 - len(steady) / len(pairs),
+        processor_seconds=sum(run.processor_seconds for run in runs),
+        plain_processor_seconds=sum(row.processor_seconds for row in plain),
+        cache_bytes=max(run.cache_bytes for run in runs) or None,
+        prompt_ms=median(1000 * run.prompt_seconds for run in runs) or None,
+        call_ms=median(1000 * run.later[1] / (run.forwards - 1) for run in later) if later else None,
+        draft_ms=median(drafting) if drafting and max(drafting) else None,
+        speed_ups=_quartiles([ratio for *_, ratio in timed]),
+        whole_speed_ups=_quartiles(whole),
+        micro_speed_up=_micro([run for run, *_ in timed]) / _micro([row for _, row, _ in timed]) if timed else None,
+        category_speed_ups={each: median(own) for each, own in ratios.items() if own},
+        category_tokens_per_call={each: rate for each, rate in rates.items() if rate},
+        draft_length=length or None,
+        accepted_by_position=acceptance_by_position(accepted, length) if accepted else [],
+        tokens_per_verification=tokens_per_verification,
+        standard_error=standard_error,
+        identical=not different if compared else None,
+        texts=len(compared) or None,
+        differing=len(different) if compared else None,
+        near_ties=sum(each["gap"] is not None and each["gap"] <= 2 * error for each in different) if compared else None,
+        expected_tokens_per_call=expected and expected.tokens_per_call,
+        expected_standard_error=expected and expected.standard_error,
+        expected_by_position=expected.by_position if expected else [],
+    )
+
+
+def _per_verification(runs: Sequence[Row]) -> tuple[float | None, float | None]:
+    """Return the tokens of a verification, as a ratio of sums, and its standard error over outputs."""
+    counted = []
+    for run in runs:
+        verified = [len(counts) for counts in run.accepted] or [calls - 1 for calls in run.calls]
+        counted += [(len(ids) - 1.0, float(calls)) for ids, calls in zip(run.ids, verified) if calls]
+    return ratio_of_sums(*torch.tensor(counted, dtype=torch.float64).T) if counted else (None, None)
+
+
+def _quartiles(ratios: list[float]) -> list[float]:
+    return quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+
+
+def _micro(runs: Sequence[Row]) -> float:
+    """Return tokens per second after the prompts' own calls, as a ratio of sums."""
+    tokens, seconds = map(sum, zip(*(run.later for run in runs)))
+    return tokens / seconds
+
+
+def _quality(bench: Bench, rows: Sequence[Row]) -> dict[str, float]:
+    """Return the scores of a method's answers, those that loop included."""
+    answers = []
+    for row in rows:
+        here = [bench.prompts[name] for name in row.prompts if len(bench.prompts[name].turns) > row.turn]
+        for prompt, ids in zip(here, row.ids):
+            if reference := dict(enumerate(prompt.references)).get(row.turn):
+                answers.append((bench.writer.answer(ids), reference))
+    return quality_of(answers)
+
+
+def quality_of(answers: Iterable[tuple[str, str]]) -> dict[str, float]:
+    """Return the scores of answers beside their references, by name, 0 to 100; one without answers is absent.
+
+    Where the reference ends as in GSM8K (`#### 42`), the last number of the answer must be that one; all others go into
+    one BLEU of the corpus (sacrebleu's).
+    """
+    numbers, texts = [], []
+    for answer, reference in answers:
+        (numbers if _ANSWER in reference else texts).append((answer, reference))
+    scores = {}
+    if numbers:
+        scores[EXACT] = 100 * mean(_last_number(answer) == _last_number(reference) for answer, reference in numbers)
+    if texts:
+        with needs_extra("eval", "--quality with references that are texts"):
+            import sacrebleu
+        scores[BLEU] = float(sacrebleu.corpus_bleu([text for text, _ in texts], [[text for _, text in texts]]).score)
+    return scores
+
+
+def _last_number(text: str) -> float | None:
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """New ids after a prompt; `drafted`: whether each was drafted and accepted, or else added by the verifier."""
+
+    prompt: str
+    ids: list[int]
+    drafted: list[bool]
+    loops: bool = False  # whether more than half of it repeats itself
+
+
+def completions_of(bench: Bench, method: str, mode: DecodingMode) -> Iterator[Completion]:
+    """Yield the completions of a method."""
+    for row in bench.lines:
+        if (row.method, row.mode) == (method, mode.name) and row.error is None:
+            for name, ids, counts in zip(row.prompts, row.ids, row.accepted or [[]] * len(row.ids)):
+                loops = repeated_share(ids) > DEGENERATE_SHARE
+                yield Completion(bench.prompts[name].turns[row.turn], ids, drafted_flags(counts, len(ids)), loops)

@@ -3,13 +3,11 @@
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -46,19 +44,6 @@ class DecodingMode:
         """Temperature of the samples; 0 for greedy decoding."""
         return float(self.options.get("temperature", 1.0)) if self.is_sampled else 0.0
 
-    @classmethod
-    def named(cls, words: str) -> Self:
-        """Return `"greedy"`, or the samples of `"T=0.7"`.
-
-        Raises:
-            ValueError: Neither.
-        """
-        match = re.fullmatch(r"T=(\d+(?:\.\d+)?)", words)
-        if words != "greedy" and (match is None or float(match[1]) == 0):
-            raise ValueError(f"decoding={words!r} must be 'greedy', or a temperature above 0 such as 'T=0.7'")
-        mode = sampled(float(match[1])) if match else GREEDY
-        return cls(mode.name, mode.options)
-
 
 def sampled(temperature: float) -> DecodingMode:
     """Return sampling from the whole distribution, whatever a model's own defaults are (transformers': `top_k=50`)."""
@@ -70,6 +55,14 @@ GREEDY = DecodingMode("greedy", {"do_sample": False})
 """The most probable token at every position."""
 MODES = (GREEDY, sampled(0.7), sampled(1.0))
 """The ways of decoding in every report."""
+
+
+def named_mode(words: str) -> DecodingMode:
+    """Return the mode of `"greedy"`, or of `"T=0.7"`."""
+    match = re.fullmatch(r"T=(\d+(?:\.\d+)?)", words)
+    if words != "greedy" and (match is None or float(match[1]) == 0):
+        raise ValueError(f"decoding={words!r} must be 'greedy', or a temperature above 0 such as 'T=0.7'")
+    return sampled(float(match[1])) if match else GREEDY
 
 
 @dataclass(frozen=True)
@@ -137,10 +130,15 @@ class Row:
         return sum(map(len, self.ids))
 
     @property
+    def later(self) -> tuple[int, float]:
+        """New tokens after the prompt's own call, which adds one to each sequence, and their seconds."""
+        return self.new_tokens - len(self.ids), self.seconds - self.prompt_seconds
+
+    @property
     def speed(self) -> float | None:
-        """Tokens per second after the prompt's own call, which adds one to each sequence; None if there are none."""
-        later, seconds = self.new_tokens - len(self.ids), self.seconds - self.prompt_seconds
-        return later / seconds if later > 0 and seconds > 0 else None
+        """Tokens per second after the prompt's own call; None if there are none."""
+        tokens, seconds = self.later
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     @cached_property
     def repeated_share(self) -> float:
@@ -154,17 +152,34 @@ def decode(
     """Return the output of a method after a batch of prompts, and its cost; `seed=None` keeps the generator's state."""
     if seed is not None:
         torch.manual_seed(seed)
-    with _clock(method.model) as clock:
+    model, starts, ends = method.model, list[float](), list[float]()  # of forwards; of the first one alone
+    wait = torch.accelerator.synchronize if model.device.type != "cpu" else lambda: None
+
+    def end(*_: object) -> None:
+        if not ends:
+            wait()
+            ends.append(time.perf_counter())
+
+    begin = model.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()), prepend=True)
+    hooks = begin, model.register_forward_hook(end)
+    try:
+        wait()
+        began, processor = time.perf_counter(), time.process_time()
         output = method.generate(**batch, **mode.options, max_new_tokens=new_tokens)
-    ends = eos_ids(method.model)
-    ids = [until_end(new, ends) for new in output.sequences[:, batch["input_ids"].shape[1] :].tolist()]
+        wait()
+        seconds, processor = time.perf_counter() - began, time.process_time() - processor
+    finally:
+        for hook in hooks:
+            hook.remove()
+    eos, count = eos_ids(model), len(starts)
+    ids = [until_end(new, eos) for new in output.sequences[:, batch["input_ids"].shape[1] :].tolist()]
     row = Row(
         ids=ids,
-        forwards=clock.calls,
-        calls=[clock.calls if clock.calls < max(map(len, ids)) else len(each) for each in ids],
-        seconds=clock.seconds,
-        prompt_seconds=clock.prompt_seconds,
-        processor_seconds=clock.processor_seconds,
+        forwards=count,
+        calls=[count if count < max(map(len, ids)) else len(each) for each in ids],
+        seconds=seconds,
+        prompt_seconds=ends[0] - starts[0] if ends else 0.0,
+        processor_seconds=processor,
         cache_bytes=cache_bytes(cache_of(output)),
     )
     if (counted := getattr(output, "speculation", None)) is not None:
@@ -172,34 +187,6 @@ def decode(
         row.accepted, row.draft_seconds = counted.rows_accepted, counted.draft_seconds
         row.drafted = [list(map(len, drafts)) for drafts in counted.rows_drafts]
     return row
-
-
-@contextmanager
-def _clock(model: Any) -> Iterator[SimpleNamespace]:
-    """Take the time of a call of `generate` and of its first forward, and count forwards."""
-    seen = SimpleNamespace(calls=0, began=0.0, prompt_seconds=0.0)
-    wait = torch.accelerator.synchronize if model.device.type != "cpu" else lambda: None
-
-    def begin(*_: object) -> None:
-        seen.calls += 1
-        if seen.calls == 1:
-            seen.began = time.perf_counter()
-
-    def end(*_: object) -> None:
-        if seen.calls == 1:
-            wait()
-            seen.prompt_seconds = time.perf_counter() - seen.began
-
-    hooks = model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)
-    try:
-        wait()
-        started, processor = time.perf_counter(), time.process_time()
-        yield seen
-        wait()
-        seen.seconds, seen.processor_seconds = time.perf_counter() - started, time.process_time() - processor
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def cache_bytes(cache: object) -> int:
@@ -213,11 +200,7 @@ def drafted_flags(accepted: list[int], count: int) -> list[bool]:
     """Return which of `count` new tokens were drafted and accepted.
 
     The prefill adds one token; each verification then gives its accepted drafts and one token of the verifier's own.
-    The last verification may have been cut short.
-
-    Example:
-        >>> drafted_flags([2, 0], 5)
-        [False, True, True, False, False]
+    The last verification may have been cut short: `drafted_flags([2, 0], 4)` is `[False, True, True, False]`.
     """
     flags = [False]
     for drafts in accepted:

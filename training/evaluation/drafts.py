@@ -3,12 +3,10 @@
 The verifier's distribution of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives
 it for every depth. The drafter's is conditioned on the true tokens before it. Nothing is drawn.
 
-Expected calls: how many verifications speculative decoding would take to write a sequence.
-
-Let x_0 .. x_T be a sequence that follows the target's distributions p, and q the drafter's, both conditioned on the
-tokens of x before each. Of a cycle that begins with x_t, the first k drafts are accepted, and the sequence continues as
-x does, with the probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over
-x_{t+1} .. x_{t+j}
+Expected calls are how many verifications speculative decoding would take to write a sequence. Let x_0 .. x_T be a
+sequence that follows the target's distributions p, and q the drafter's, both conditioned on the tokens of x before
+each. Of a cycle that begins with x_t, the first k drafts are accepted, and the sequence continues as x does, with the
+probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over x_{t+1} .. x_{t+j}
 
     block (Sun et al. 2024)         m_k = min over j <= k of min(1, Q_j / P_j)
     token (Leviathan et al. 2023)   m_k = product over j <= k of min(1, q_j / p_j)
@@ -35,7 +33,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from ...generation.tensors.tensor_files import Fields
 from ...modeling.common.chunks import LOGITS_PER_CHUNK
 from ...modeling.common.teacher import cycle_starts
 from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
@@ -48,14 +45,10 @@ SAMPLED, GREEDY_RULE = ("block", "token"), ("greedy",)
 def acceptance_along(
     draft: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, temperature: float, rule: str
 ) -> torch.Tensor:
-    """Return m_k [..., m] float64, the probability that at least k drafts are accepted given the tokens.
+    """Return m_k [..., m] float64, the probability that at least k drafts are accepted given the tokens [..., m].
 
-    Args:
-        draft: [..., m, V], log-probabilities of the drafter, each conditioned on the tokens before it.
-        target: [..., m, V], logits of the target for the same tokens.
-        tokens: [..., m] int64.
-        temperature: Applied to both.
-        rule: `"block"`, `"token"` or `"greedy"`.
+    `draft` are log-probabilities of the drafter, each conditioned on the tokens before it, and `target` the target's
+    logits [..., m, V]; the temperature applies to both. The rule is `"block"`, `"token"` or `"greedy"`.
     """
     if rule == "greedy":
         return (draft.argmax(-1) == target.argmax(-1)).double().cumprod(-1)
@@ -122,13 +115,7 @@ class ExpectedCalls:
     @classmethod
     def from_lists(cls, lists: dict[str, list]) -> ExpectedCalls:
         """Return the inverse of `as_lists`."""
-        calls, accepted = (torch.tensor(lists[name], dtype=torch.float64) for name in ("calls", "accepted"))
-        return cls(torch.tensor(lists["tokens"]), calls, accepted)
-
-    def fields(self) -> Fields:
-        """Return the fields of a `DecodingResult`."""
-        names = "expected_tokens_per_call", "expected_standard_error", "expected_by_position"
-        return dict(zip(names, (self.tokens_per_call, self.standard_error, self.by_position)))
+        return cls(**{name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()})
 
 
 @dataclass(frozen=True)
@@ -156,10 +143,8 @@ def usual_drafts(model: Any) -> int:
 def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterator[DraftedProbs]:
     """Yield the distributions of all drafts along a batch of sequences, positions with small logits [N, m, V] at once.
 
-    Args:
-        model: A drafter that `has_probs`, attached, not wrapped.
-        batch: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
-        length: m, tokens per draft; None: `usual_drafts`.
+    The drafter `has_probs`, is attached and not wrapped; the batch has `input_ids` and `labels` [B, L] and, optionally,
+    `attention_mask` and `position_ids`. `length`: m, tokens per draft; None: `usual_drafts`.
     """
     ids, length = batch["input_ids"], length or usual_drafts(model)
     targets = depth_targets(batch["labels"], length + 1, batch.get("attention_mask"), batch.get("position_ids"))
@@ -203,7 +188,7 @@ class DraftMeasures:
         accepted: dict[str, torch.Tensor] = {}
         model.eval()
         for probs in drafted_probs(model, batch, self.length):
-            self._add_positions(probs)
+            _add_to(self.sums, self._sums(probs))
             at = probs.rows.cpu(), probs.columns.cpu()
             positions[at] = True
             for rule in SAMPLED if self.temperature else GREEDY_RULE:
@@ -211,10 +196,11 @@ class DraftMeasures:
                 whole = accepted.setdefault(rule, shares.new_zeros(*positions.shape, shares.shape[-1]))
                 whole[at] = shares
         model.train(was_training)
-        self._merge({}, {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()})
+        _add_to(self.calls, {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()})
         return self
 
-    def _add_positions(self, probs: DraftedProbs) -> None:
+    @staticmethod
+    def _sums(probs: DraftedProbs) -> dict[str, torch.Tensor]:
         token = probs.tokens[..., None]
         chosen = probs.draft.gather(-1, token)
         rank = (probs.draft > chosen).sum(-1)
@@ -224,20 +210,14 @@ class DraftMeasures:
             "backbone_loss": -probs.target.log_softmax(-1).gather(-1, token)[..., 0],
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
-        terms = {name: torch.where(probs.scored, values.double(), 0.0) for name, values in terms.items()}
-        self._merge({name: values.sum(0).cpu() for name, values in terms.items()}, {})
-
-    def _merge(self, sums: Mapping[str, torch.Tensor], calls: Mapping[str, ExpectedCalls]) -> None:
-        for name, values in sums.items():
-            self.sums[name] = self.sums[name] + values if name in self.sums else values
-        for rule, each in calls.items():
-            self.calls[rule] = self.calls[rule] + each if rule in self.calls else each
+        return {name: torch.where(probs.scored, each.double(), 0.0).sum(0).cpu() for name, each in terms.items()}
 
     def reduced(self) -> DraftMeasures:
         """Return the measures of all processes; every one of them calls this."""
         total = DraftMeasures(self.temperature, self.length)
         for part in gather_object([self]):
-            total._merge(part.sums, part.calls)
+            _add_to(total.sums, part.sums)
+            _add_to(total.calls, part.calls)
         return total
 
     def means(self) -> dict[str, list[float]]:
@@ -249,6 +229,11 @@ class DraftMeasures:
         return {name: (values / count).tolist() for name, values in sums.items()}
 
 
+def _add_to(totals: dict[str, Any], further: Mapping[str, Any]) -> None:
+    for name, each in further.items():
+        totals[name] = totals[name] + each if name in totals else each
+
+
 def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return prompts [B, P] and outputs after them [B, T + 1] as a batch that scores the outputs."""
     return {"input_ids": torch.cat([prompts, new], 1), "labels": torch.cat([torch.full_like(prompts, IGNORE), new], 1)}
@@ -256,21 +241,12 @@ def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]
 
 @torch.no_grad()
 def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, temperature: float = 0.0) -> torch.Tensor:
-    """Return accuracies by depth and rank, given the true tokens before (Medusa, arXiv 2401.10774, section 2.3.3).
+    """Return accuracies [m, R] by depth and rank, given the true tokens before (Medusa, arXiv 2401.10774, 2.3.3).
 
-    `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`.
-
-    Args:
-        model, batches: See `drafted_probs`; outputs of the backbone measure future drafts.
-        ranks: R, proposals per depth; at most the size of the vocabulary.
-        temperature: Temperature of the target. 0: whether its likeliest token is proposed. Else: the probability that
-            it draws the proposal, which is that of accepting it in a tree of fixed shape.
-
-    Returns:
-        [m, R] float64, m depths; the first drafted token is two tokens ahead.
-
-    Raises:
-        ValueError: No position of the batches is a target.
+    `choices_from_accuracies` makes a tree of them, which `generate` takes as `draft_tree`. Arguments as for
+    `drafted_probs`; outputs of the backbone measure future drafts. At temperature 0: whether the target's likeliest
+    token is among R proposals. Else: the probability that it draws the proposal, which is that of accepting it in a
+    tree of fixed shape. The first drafted token is two tokens ahead.
     """
     was_training = model.training
     model.eval()
@@ -285,6 +261,4 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
             hits = hits + (shares * probs.scored[..., None]).sum(0).cpu()
             counts = counts + probs.scored.sum(0).double().cpu()
     model.train(was_training)
-    if not hits.dim():
-        raise ValueError("rank_accuracies: no position of the batches is a target; give labels that are not all -100")
     return hits / counts.clamp(min=1)[:, None]

@@ -32,22 +32,18 @@ _ALONE = ("auto", "heads", "eagle", "block", "student")
 """Kinds whose figures are those of the drafter in their source."""
 _WITH_SOURCE = (*_ALONE, "assistant", "cascade", "transformers:assistant")
 _IGNORE = "ignore_fields"
+_UNTRAINED: dict[str, Any] = {
+    "ngram": NgramDrafter, "suffix": SuffixDrafter, "recycling": RecyclingDrafter, "lookahead": LookaheadDrafter
+}  # fmt: skip
 _KINDS: dict[str, tuple[str, ...]] = {
-    "own": (),
-    "ngram": (),
-    "suffix": (),
-    "recycling": (),
+    **dict.fromkeys(("own", "ngram", "suffix", "recycling"), ()),
     "lookahead": ("window", "ngram_size", "candidates"),
     "assistant": (),
-    "auto": (_IGNORE,),
-    "heads": (_IGNORE,),
+    **dict.fromkeys(("auto", "heads", "student"), (_IGNORE,)),
     "eagle": (_IGNORE, "aux_layers"),
     "block": (_IGNORE, "feature_layers", "sample_from_anchor", "block_size"),
-    "student": (_IGNORE,),
     "cascade": (_IGNORE, "least", "joins"),
-    "transformers:prompt_lookup": (),
-    "transformers:assistant": (),
-    "transformers:use_mtp": (),
+    **dict.fromkeys(("transformers:prompt_lookup", "transformers:assistant", "transformers:use_mtp"), ()),
 }
 """By kind, options of the drafter, and not of `generate`."""
 _SPEC = re.compile(r"(?:(?P<name>[^=:?]+)=)?(?P<kind>(?:transformers:)?\w+)(?::(?P<source>[^?]+))?(?:\?(?P<query>.*))?")
@@ -55,7 +51,7 @@ _UNFIT = (ValueError, TypeError, OSError, RuntimeError, NotImplementedError, Str
 """What says that a drafter does not fit, or is damaged."""
 
 
-def plain_method(model: Any) -> Method:
+def plain_method(model: PreTrainedModel) -> Method:
     """Return decoding without drafts."""
     return Method(PLAIN, model, {"use_mtp": False} if isinstance(model, MTPGenerationMixin) else {})
 
@@ -73,9 +69,6 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
     `specs` are `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
     that drafts for itself), `auto:SOURCE` (any trained drafter, in any layout), `cascade:SOURCE` (suffixes, and such a
     drafter where these are not sure), and the others of `_KINDS`.
-
-    Raises:
-        ValueError: No kind of method, or two of one name.
     """
     methods, refused = [plain_method(model)], dict[str, str]()
     for spec in specs:
@@ -95,12 +88,7 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
 
 
 def named_method(spec: str, model: PreTrainedModel) -> Method:
-    """Return one requested method, of those that draft with this library, for a backbone; see `methods_of`.
-
-    Raises:
-        ValueError: No kind of drafter, or one that does not fit.
-        OSError: What neither a directory nor the Hub gives.
-    """
+    """Return one requested method, of those that draft with this library, for a backbone; see `methods_of`."""
     # `--heads SOURCE` is short for `auto:SOURCE`
     option, named = ("--heads", spec.removeprefix("auto:")) if spec.startswith("auto:") else ("--drafter", spec)
     source = ""
@@ -121,18 +109,14 @@ def _parsed(spec: str, option: str) -> tuple[str, str, str, Kwargs]:
     if match is None or kind not in _KINDS or (kind != "suffix" and bool(match["source"]) != (kind in _WITH_SOURCE)):
         kinds = ", ".join(f"{each}:SOURCE" if each in _WITH_SOURCE else each for each in (PLAIN, *_KINDS))
         raise ValueError(f"{option} {spec}: choose of {kinds}")
-    pairs = parse_qsl(match["query"], strict_parsing=True) if match["query"] else []
-    source = match["source"] or ""
+    source, options = match["source"] or "", dict[str, Any]()
+    for key, text in parse_qsl(match["query"] or "", strict_parsing=bool(match["query"])):
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
     usual = ":".join(word for word in (kind, Path(source).name) if word)
-    name = match["name"] or (f"{usual}?{match['query']}" if pairs else usual)
-    return name, kind, source, {key: _value(text) for key, text in pairs}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return match["name"] or usual + (f"?{match['query']}" if options else ""), kind, source, options
 
 
 def _method(name: str, kind: str, source: str, options: Kwargs, model: Any, option: str, shared: bool = True) -> Method:
@@ -155,14 +139,10 @@ def _method(name: str, kind: str, source: str, options: Kwargs, model: Any, opti
             assistant = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
             assistant.generation_config.update(**options)
             return Method(name, model, {"assistant_model": assistant}, is_foreign=True)
-        case "ngram":
-            drafter = NgramDrafter()
-        case "suffix":
-            drafter = SuffixDrafter.from_pretrained(source) if source else SuffixDrafter()
-        case "recycling":
-            drafter = RecyclingDrafter()
-        case "lookahead":
-            drafter = LookaheadDrafter(**own)
+        case "suffix" if source:
+            drafter = SuffixDrafter.from_pretrained(source)
+        case "ngram" | "suffix" | "recycling" | "lookahead":
+            drafter = _UNTRAINED[kind](**own)
         case "assistant":
             drafter = AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device)
         case "cascade":

@@ -7,13 +7,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..columns import OPTIONS, PROMPTS, check_columns, template_options
+from ...generation.backbone.wrapped_models import Kwargs
+from ..columns import PROMPTS, check_columns, template_options
 from ..utils import needs_extra
 
 _THINKING = "enable_thinking"
@@ -26,47 +28,36 @@ class Prompt:
     name: str  # the file's `question_id`, or the number of the line
     turns: tuple[str, ...]  # the user's messages
     category: str = "prompts"  # the file's
-    before: tuple[dict[str, Any], ...] = ()  # messages before the first turn, such as that of the system
+    before: tuple[Kwargs, ...] = ()  # messages before the first turn, such as that of the system
     references: tuple[str | None, ...] = ()  # answers to the turns by which a model's are scored; None: there is none
-    options: dict[str, Any] = field(default_factory=dict)  # what chat templates read besides messages, such as `tools`
+    options: Kwargs = field(default_factory=dict)  # what chat templates read besides messages, such as `tools`
 
 
 def read_prompts(
     source: str | Path, skip_broken: bool = False, ignore_columns: Sequence[str] | None = None
 ) -> tuple[list[Prompt], list[str]]:
-    """Return the prompts of a file or of a data set.
+    """Return the prompts of a file or of a data set, and the errors of the rows that were left out.
 
-    Args:
-        source: A `.jsonl` with JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
-            `messages`, `prompt` or `text`, and, optionally, `question_id`, `category`, `reference` or `answer`, and
-            for the chat template `tools` and `chat_template_kwargs`; any other file with a prompt per line; or
-            `NAME:SPLIT` or `NAME:CONFIG:SPLIT` of a data set with such rows, on the Hub or in a directory.
-        skip_broken: Leave out rows that hold no prompt.
-        ignore_columns: Of such objects, what is left out unread; other columns that are not known are refused.
-
-    Returns:
-        The prompts, and the errors of the rows that were left out.
-
-    Raises:
-        FileNotFoundError: No such file, nor such a data set.
-        ValueError: No prompt in it, or a row that is none; its number is named.
+    The source is a `.jsonl` with JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
+    `messages`, `prompt` or `text`, and, optionally, `question_id`, `category`, `reference` or `answer`, and for the
+    chat template `tools` and `chat_template_kwargs`; any other file with a prompt per line; or `NAME:SPLIT` or
+    `NAME:CONFIG:SPLIT` of a data set with such rows. Columns that are not known or in `ignore_columns` are refused.
     """
-    rows, ignored = _rows(str(source)), {*(ignore_columns or ())}
     prompts, broken = list[Prompt](), list[str]()
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(_rows(str(source)), 1):
         try:
             if not isinstance(row, str) or row.strip():
                 is_json = isinstance(row, str) and str(source).endswith(".jsonl")
-                prompts.append(_prompt(number, json.loads(row) if is_json else row, ignored))
+                prompts.append(_prompt(number, json.loads(row) if is_json else row, {*(ignore_columns or ())}))
         except ValueError as error:  # of json's, too
             broken.append(f"line {number}: {error}")
+    names = Counter(prompt.name for prompt in prompts).most_common(1)
     if broken and not skip_broken:
         raise ValueError(f"{source}, {broken[0]}")
-    names = Counter(prompt.name for prompt in prompts)
-    if double := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"{source}: question_id {double[0]} occurs twice; number the lines apart")
-    if not prompts:
-        raise ValueError(f"{source}: no prompt in it; write one per line")
+    if not names:
+        raise ValueError(f"{source}: no prompt in it")
+    if names[0][1] > 1:
+        raise ValueError(f"{source}: question_id {names[0][0]} occurs twice")
     return prompts, broken
 
 
@@ -87,7 +78,7 @@ def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
     # None are columns of a data set that others fill
     entry = {name: each for name, each in entry.items() if each is not None and name not in ignored}
     check_columns(entry, PROMPTS, "a prompt")
-    before, turns = tuple[dict[str, Any], ...](), entry.get("turns")
+    before, turns = tuple[Kwargs, ...](), entry.get("turns")
     messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
     if messages is not None:
         users = [at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"]
@@ -108,15 +99,15 @@ def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | No
 
     What is left over of a batch size is left out, unless it is all there is. `per_category=None` takes all.
     """
-    categories = dict.fromkeys(prompt.category for prompt in prompts)
-    chosen = [[prompt for prompt in prompts if prompt.category == each][:per_category] for each in categories]
-    columns = [[part[i : i + batch_size] for i in range(0, len(part), batch_size)] for part in chosen]
-    whole = [[group for group in column if len(group) == batch_size] for column in columns]
-    rest = [prompt for column in columns for group in column if len(group) < batch_size for prompt in group]
+    columns, rest = list[list[list[Prompt]]](), list[Prompt]()
+    for category in dict.fromkeys(prompt.category for prompt in prompts):
+        chosen = [prompt for prompt in prompts if prompt.category == category][:per_category]
+        whole = len(chosen) - len(chosen) % batch_size
+        columns.append([chosen[i : i + batch_size] for i in range(0, whole, batch_size)])
+        rest += chosen[whole:]
+    groups = [group for turn in zip_longest(*columns) for group in turn if group]
     mixed = [rest[i : i + batch_size] for i in range(0, len(rest), batch_size)]
-    mixed = [group for group in mixed if len(group) == batch_size or not any(whole)]
-    longest = max(map(len, whole))
-    return [column[i] for i in range(longest) for column in whole if i < len(column)] + mixed
+    return groups + [group for group in mixed if len(group) == batch_size or not any(columns)]
 
 
 @dataclass(frozen=True)
@@ -148,17 +139,14 @@ class PromptEncoder:
         """Refuse prompts with tools, or other options of a template, where none is used."""
         for prompt in prompts if not self._uses_template else ():
             if prompt.options:
-                raise ValueError(
-                    f"prompt {prompt.name} has {' or '.join(OPTIONS)} ({', '.join(prompt.options)}), and no chat "
-                    "template reads it here: leave --raw out, or leave the column out with ignore_columns"
-                )
+                raise ValueError(f"prompt {prompt.name} has {', '.join(prompt.options)}, which no chat template reads")
 
     def batch(
         self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Return the padded ids and the mask of a group, with the model's answers to the turns of each so far."""
         texts = [self._text(prompt, earlier) for prompt, earlier in zip(group, answers)]
-        options: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
+        options: Kwargs = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
         options |= {"add_special_tokens": False} if self._uses_template else {}
         if len(texts) > 1 and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -167,12 +155,11 @@ class PromptEncoder:
 
     def _text(self, prompt: Prompt, answers: Sequence[str]) -> str:
         contents = [each for turn in zip(prompt.turns, answers) for each in turn] + [prompt.turns[len(answers)]]
+        said = ({"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents))
+        chat = [*prompt.before, *said]
         if not self._uses_template:
-            return "\n".join([*(str(message.get("content", "")) for message in prompt.before), *contents])
-        roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-        chat = [*prompt.before, *messages]
-        options: dict[str, Any] = prompt.options | ({} if self.thinks else {_THINKING: False})
+            return "\n".join(str(message.get("content", "")) for message in chat)
+        options: Kwargs = prompt.options | ({} if self.thinks else {_THINKING: False})
         return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
 
     def warn_of_thinking(self, drafters: Iterable[object]) -> None:

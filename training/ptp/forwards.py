@@ -2,16 +2,12 @@
 
 A teacher is the student's own backbone, any other causal language model with the same vocabulary, or any module whose
 call with `input_ids`, `attention_mask` and `position_ids` returns an object with `logits`.
-
-Training draws starts of completions and positions in intervals anew in every step. Evaluation takes points of a
-low-discrepancy sequence that depend on nothing but a token's position in its sequence: the same loss every time,
-whatever the batches, and no generator is advanced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +18,7 @@ from ...configuration.cache_names import CACHE, cache_of
 from ...configuration.ptp import PTPConfig
 from ...generation.tensors.masks import additive_mask
 from ...generation.tensors.sampling import interval, pick
-from ...generation.tensors.uniforms import beta_shares, uniform_between
+from ...modeling import PTPForCausalLM
 from ...modeling.common.chunks import rows_per_chunk
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
@@ -31,6 +27,24 @@ from .losses import target_probs
 
 _GOLDEN = 0.6180339887498949
 _SILVER = 0.7548776662466927  # the plastic number's inverse: a second sequence, independent of the first
+_LAST = 1 - 2**-24  # the last float32 below 1
+_T = TypeVar("_T")
+Read = Callable[[Tensor, nn.Module], _T]
+"""From last hidden states and the head to a result; see `PTPForCausalLM.forward`."""
+
+
+def uniform_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return u [...] float32 in [low, high) [...] float64, at the share z [...] in [0, 1], and which are valid, bool.
+
+    None is valid where the interval is empty or holds no float32.
+    """
+    first, last = low.float(), high.float()
+    # rounding to float32 may have left the interval, on either side
+    first = torch.where(first.double() < low, torch.nextafter(first, torch.ones_like(first)), first)
+    last = torch.where(last.double() >= high, torch.nextafter(last, torch.zeros_like(last)), last)
+    u = (low + (high - low) * z.double()).float()
+    inside = torch.minimum(torch.maximum(u, first), last)
+    return inside.clamp(0, _LAST), (low < high) & (first <= last)
 
 
 def at_columns(values: Tensor, columns: Tensor) -> Tensor:
@@ -41,31 +55,24 @@ def at_columns(values: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """Logits that are computed when they are used, in chunks: a large vocabulary never takes memory at once.
+    """Logits [B, ..., v = `size`] that are computed when they are used, in chunks, from the input of the head.
 
-    `states` [B, ..., D] are the input of the head, or the logits themselves where there is no head; `size` is v.
+    Without a head, `states` [B, ..., D] are the logits themselves.
     """
 
     states: Tensor
     head: nn.Module | None
     size: int
 
-    @classmethod
-    def of_logits(cls, logits: Tensor) -> Scores:
-        return cls(logits, None, logits.shape[-1])
-
     def at(self, columns: Tensor) -> Scores:
         return Scores(at_columns(self.states, columns), self.head, self.size)
 
-    def __getitem__(self, index: slice | tuple[slice | Tensor, ...]) -> Scores:
+    def __getitem__(self, index: tuple[slice | int | Tensor, ...]) -> Scores:
         return Scores(self.states[index], self.head, self.size)
 
     def replaced(self, indices: Tensor, other: Scores) -> Scores:
-        """Return a copy with other scores at indices [G] of axis 1; as logits, if the heads differ."""
-        if self.head is other.head:
-            return Scores(self.states.index_copy(1, indices, other.states), self.head, self.size)
-        mine, others = (part.logits(part.states) for part in (self, other))
-        return Scores.of_logits(mine.index_copy(1, indices, others.to(mine.dtype)))
+        """Return a copy with other scores of the same model at indices [G] of axis 1."""
+        return Scores(self.states.index_copy(1, indices, other.states), self.head, self.size)
 
     def logits(self, states: Tensor) -> Tensor:
         return states if self.head is None else self.head(states)
@@ -78,89 +85,76 @@ class Scores:
         results = [function(self.logits(states), *parts) for states, *parts in chunks]
         return [torch.cat(parts).unflatten(0, shape) for parts in zip(*results)]
 
+    def likeliest(self) -> Tensor:
+        return self.mapped(lambda logits: (logits.argmax(-1),))[0]
+
 
 @dataclass(frozen=True)
 class Sequences:
-    """A batch of sequences.
+    """A batch of sequences: `tokens` [B, T], and their position ids.
 
     Attributes:
-        tokens: [B, T] int64.
         documents: [B, T] int64, 0 for padding, else the number of the document that a token belongs to.
         scored: [B, T] bool, tokens that may be targets.
-        position_ids: [B, T] int64; None: counted within their documents.
     """
 
     tokens: Tensor
     documents: Tensor
     scored: Tensor
-    position_ids: Tensor | None = None
+    positions: Tensor
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor]) -> Sequences:
         """Read `input_ids` and, optionally, `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
         A packed document begins where position ids do not grow by one, or where the number in the attention mask
-        changes; it may begin at any position. Sequences of one token are padded: they have nothing to complete.
+        changes. Sequences of one token are padded: they have nothing to complete.
         """
         tokens = inputs["input_ids"]
         if (missing := 2 - tokens.shape[1]) > 0:
             inputs = {"attention_mask": torch.ones_like(tokens), **inputs}
             inputs = {name: nn.functional.pad(each, (0, missing)) for name, each in inputs.items()}
             tokens = inputs["input_ids"]
-        documents = inputs.get("attention_mask")
+        documents, positions, labels = map(inputs.get, ("attention_mask", "position_ids", "labels"))
         documents = torch.ones_like(tokens) if documents is None else documents.long()
-        positions = inputs.get("position_ids")
-        if positions is not None:
-            positions = positions.expand_as(tokens)
-            real = documents > 0
+        if positions is None:
+            positions = token_positions(documents)
+        else:
+            positions, real = positions.expand_as(tokens), documents > 0
             continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
-            begins = nn.functional.pad(~continues, (1, 0), value=True) & real
-            documents = begins.long().cumsum(1) * real
-        labels = inputs.get("labels")
+            documents = (nn.functional.pad(~continues, (1, 0), value=True) & real).long().cumsum(1) * real
         scored = documents > 0
-        return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), positions)
-
-    @property
-    def positions(self) -> Tensor:
-        """Position ids of the tokens, [B, T] int64."""
-        return token_positions(self.documents) if self.position_ids is None else self.position_ids.clamp(min=0)
+        return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), positions.clamp(min=0))
 
     @property
     def startable(self) -> Tensor:
         """Columns that a completion may start at: a target with context in its document, [B, T] bool."""
-        before = torch.nn.functional.pad(self.documents[:, :-1], (1, 0))
+        before = nn.functional.pad(self.documents[:, :-1], (1, 0))
         return self.scored & (self.documents == before)
 
 
 @dataclass(frozen=True)
 class Completions:
-    """C completions of K tokens per sequence, and the intervals of uniforms that pick their tokens.
+    """C completions per sequence, from columns `starts` [B, C] on: `tokens` [B, C, K], and `uniforms` that pick them.
 
     Attributes:
-        starts: [B, C] int64, columns.
-        tokens: [B, C, K] int64.
-        known: [B, C, K] bool, tokens that exist.
         scored: [B, C, K] bool, tokens that may be targets.
-        low: [B, C, K] float64, and `high`, the interval of every token under the verified distribution, or nothing.
-        scores: [B, C, K], from which the verified distribution of each token is computed, if a loss needs it.
+        reached: [B, C, K] bool, tokens that uniforms determine: none from the first one on that does not exist or that
+            no uniform picks, as later ones would belong to another sequence.
+        scores: [B, C, K], of the verified distribution of each token, if a loss needs it.
     """
 
     starts: Tensor
     tokens: Tensor
-    known: Tensor
     scored: Tensor
-    low: Tensor
-    high: Tensor
+    uniforms: Tensor
+    reached: Tensor
     scores: Scores | None = None
 
-    def place(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return uniforms [B, C, K] float32 at these shares of the tokens' intervals, and which are valid.
 
-        None is from the first token on that does not exist or that no uniform picks: later ones would belong to another
-        sequence.
-        """
-        u, valid = uniform_between(self.low, self.high, shares)
-        return u, (valid & self.known).long().cumprod(-1).bool()
+def unbroken(valid: Tensor) -> Tensor:
+    """Return which of [..., K] come before the first one that is not valid."""
+    return valid.long().cumprod(-1).bool()
 
 
 def draw_starts(startable: Tensor, count: int, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +186,7 @@ def token_intervals(scores: Scores, tokens: Tensor, read: Tensor, sampling: dict
 
 
 class RandomDraws:
-    """Draws from torch's global generator; shares are Beta(b, b), with b the concentration."""
+    """Draws from torch's global generator; shares are Beta(b, b), with b the concentration: 1 is uniform."""
 
     def __init__(self, concentration: float) -> None:
         self.concentration = concentration
@@ -203,15 +197,17 @@ class RandomDraws:
 
     def shares(self, starts: Tensor, length: int) -> Tensor:
         """Return positions in intervals, as shares of them, [B, C, length] float64."""
-        return beta_shares(starts[..., None].expand(*starts.shape, length), self.concentration)
-
-    def gaps(self, starts: Tensor, most: int) -> Tensor:
-        """Return whole numbers in 1..most, [B, C]."""
-        return torch.randint(1, most + 1, starts.shape, device=starts.device)
+        shape = *starts.shape, length
+        if self.concentration == 1:
+            return torch.rand(shape, device=starts.device, dtype=torch.float64)
+        concentration = torch.full(shape, self.concentration, dtype=torch.float64, device=starts.device)
+        one, other = (torch._standard_gamma(concentration) for _ in range(2))
+        return (one / (one + other)).nan_to_num(nan=0.5)
 
 
 class FixedDraws:
-    """Draws that depend on a token's position in its sequence alone; shares are uniform."""
+    """Points of low-discrepancy sequences that depend on a token's position in its sequence alone, for evaluation: the
+    same loss every time, whatever the batches, and no generator is advanced."""
 
     def __init__(self, documents: Tensor) -> None:
         self.order = (documents > 0).long().cumsum(1)
@@ -224,39 +220,16 @@ class FixedDraws:
         first = self.order.gather(1, starts).double()[..., None] * _GOLDEN
         return (first + steps * _SILVER).frac()
 
-    def gaps(self, starts: Tensor, most: int) -> Tensor:
-        return 1 + self.order.gather(1, starts) % most
-
-
-_T = TypeVar("_T")
-Read = Callable[[Tensor, nn.Module], _T]
-"""From last hidden states and the head to a result; see `PTPForCausalLM.forward`."""
-
-
-@dataclass(frozen=True)
-class SlotInputs:
-    """The inputs of the slots of C completions: uniforms [B, C, L], or in their stead masks by position."""
-
-    uniforms: Tensor
-    are_masks: bool = False
-
-    def flat(self) -> dict[str, Tensor]:
-        """Return the arguments of `PTPForCausalLM.forward`, all slots in one sequence."""
-        completions, slots = self.uniforms.shape[1:]
-        if self.are_masks:
-            return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
-        return {"uniforms": self.uniforms.flatten(1)}
-
 
 class PackedBatch:
     """A batch in a `PTPForCausalLM`: its tokens are read once, then the slots of all completions in one forward.
 
-    Completions start at columns [B, C]. One-hot slots have other positions than categorical ones.
+    Completions start at columns `starts` [B, C]; their slots have uniforms [B, C, L], which masks do not read.
     """
 
-    def __init__(self, model: nn.Module, sequences: Sequences, starts: Tensor, is_one_hot: bool) -> None:
-        self.model, self.sequences, self.starts = model, sequences, starts
-        self.offset = -int(is_one_hot)
+    def __init__(self, model: nn.Module, sequences: Sequences, starts: Tensor, config: PTPConfig) -> None:
+        self.model, self.sequences, self.starts, self.config = model, sequences, starts, config
+        self.offset = -int(config.is_one_hot)
         self.cache: Cache | None = None
 
     @torch.no_grad()
@@ -265,17 +238,17 @@ class PackedBatch:
         mask = token_mask(self.sequences.documents)
         return self._run(self.sequences.tokens, mask, self.sequences.positions, _scores)
 
-    def slots(self, inputs: SlotInputs, read: Read[_T]) -> _T:
+    def slots(self, uniforms: Tensor, read: Read[_T]) -> _T:
         """Return `read` of the slots' hidden states [B, C L, D] after the cached tokens, and of the head."""
-        mask, positions = self._layout(inputs.uniforms.shape[2])
+        mask, positions = self._layout(uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
-        result = self._run(None, mask[:, :, length:], positions[:, length:], read, inputs)
+        result = self._run(None, mask[:, :, length:], positions[:, length:], read, uniforms)
         self.crop(positions.shape[1] - length)
         return result
 
-    def everything(self, inputs: SlotInputs, read: Read[_T]) -> _T:
+    def everything(self, uniforms: Tensor, read: Read[_T]) -> _T:
         """Return `read` of the hidden states [B, T + C L, D] of tokens and slots, for a backbone that learns too."""
-        return self._run(self.sequences.tokens, *self._layout(inputs.uniforms.shape[2]), read, inputs, use_cache=False)
+        return self._run(self.sequences.tokens, *self._layout(uniforms.shape[2]), read, uniforms, use_cache=False)
 
     def _run(
         self,
@@ -283,10 +256,14 @@ class PackedBatch:
         mask: Tensor,
         positions: Tensor,
         read: Read[_T],
-        slots: SlotInputs | None = None,
+        uniforms: Tensor | None = None,
         use_cache: bool = True,
     ) -> _T:
-        """Return `read` of the hidden states of new tokens and slots; with a cache, they stay in it."""
+        slots: dict[str, Tensor] = {}
+        if uniforms is not None and self.config.reads_uniforms:
+            slots["uniforms"] = uniforms.flatten(1)
+        elif uniforms is not None:
+            slots["masks"] = torch.arange(uniforms.shape[2], device=uniforms.device).repeat(uniforms.shape[1])[None]
         outputs = self.model(
             input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
             attention_mask=mask,
@@ -294,7 +271,7 @@ class PackedBatch:
             **{CACHE: self.cache if use_cache else None},
             use_cache=use_cache,
             read=read,
-            **({} if slots is None else slots.flat()),
+            **slots,
         )
         self.cache = cache_of(outputs) if use_cache else self.cache
         return outputs.read
@@ -302,25 +279,39 @@ class PackedBatch:
     @torch.no_grad()
     def most_likely(self, first: Scores, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
         """Return the backbone's greedy completions [B, C, K] and their scores, after `first` [B, C] of `read`."""
-        scores, tokens = [first], []
-        for step in range(length):
-            tokens.append(scores[-1].mapped(lambda logits: (logits.argmax(-1),))[0])
-            if step < length - 1:
-                scores.append(self.following(step, starts, tokens=tokens[-1]))
+        scores, tokens = [first], [first.likeliest()]
+        for step in range(length - 1):
+            scores.append(self.following(step, starts, tokens=tokens[-1]))
+            tokens.append(scores[-1].likeliest())
         self.crop((length - 1) * starts.shape[1])
         stacked = torch.stack([part.states for part in scores], dim=2)
         return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
 
     def following(
-        self, step: int, starts: Tensor, slots: SlotInputs | None = None, tokens: Tensor | None = None
+        self, step: int, starts: Tensor, uniforms: Tensor | None = None, tokens: Tensor | None = None
     ) -> Scores:
         """Return the scores [B, C] after one more slot, or token, of C completions; it stays in the cache."""
         mask = stepwise_mask(self.sequences.documents, starts, step)
-        return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, slots)
+        return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, uniforms)
 
     def crop(self, count: int) -> None:
         assert self.cache is not None
         self.cache.crop(-count)
+
+    @torch.no_grad()
+    def written(self, scores: Scores, noise: Tensor) -> Tensor:
+        """Return the completions that the student writes from noise [B, C, L + 1], after `read`; categorical slots
+        write after the backbone's own token, whose uniform is the first."""
+        flat = self.slots(noise[..., :-1], _scores)
+        drafted = Scores(flat.states.unflatten(1, (noise.shape[1], -1)), flat.head, flat.size)
+        if self.config.is_one_hot:
+            return drafted.likeliest()
+
+        def picked(scores: Scores, uniforms: Tensor, **sampling: Any) -> Tensor:
+            return scores.mapped(lambda logits, u: (pick(u, target_probs(logits, **sampling)),), uniforms)[0]
+
+        own = picked(scores.at(self.starts - 1), noise[..., 0], **self.config.sampling)
+        return torch.cat([own[..., None], picked(drafted, noise[..., 1:])], dim=-1)
 
     def _layout(self, slots: int) -> tuple[Tensor, Tensor]:
         documents = self.sequences.documents
@@ -339,33 +330,38 @@ class Teacher:
         self.model, self.sampling = model, sampling
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """Return the logits [B, Q, v] of tokens [B, Q] under a dense bool mask [B, 1, Q, Q]."""
+    def scores(self, tokens: Tensor, mask: Tensor, positions: Tensor) -> Scores:
+        """Return the scores of tokens [B, Q] under a dense bool mask [B, 1, Q, Q]."""
         weight = next(self.model.parameters(), None)
-        dtype = torch.float32 if weight is None else weight.dtype
-        return self.model(
-            input_ids=tokens, attention_mask=additive_mask(mask, dtype), position_ids=positions, use_cache=False
-        ).logits
+        mask = additive_mask(mask, torch.float32 if weight is None else weight.dtype)
+        given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+        if isinstance(self.model, PTPForCausalLM):
+            return self.model(**given, read=_scores).read
+        logits = self.model(**given).logits
+        return Scores(logits, None, logits.shape[-1])
 
     def of_sequences(self, sequences: Sequences) -> Scores:
-        documents = sequences.documents
-        return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), sequences.positions))
+        return self.scores(sequences.tokens, token_mask(sequences.documents), sequences.positions)
 
-    def pieces(self, sequences: Sequences, scores: Scores, starts: Tensor, exists: Tensor, length: int) -> Completions:
-        """Return pieces of the sequences as completions, verified by the scores [B, T] of the sequences."""
-        columns, tokens, known, scored = completion_tokens(sequences, starts, exists, length)
+    def pieces(
+        self, sequences: Sequences, scores: Scores, starts: Tensor, exists: Tensor, shares: Tensor
+    ) -> Completions:
+        """Return pieces of sequences with scores [B, T], and uniforms at shares [B, C, K] of their intervals."""
+        columns, tokens, known, scored = completion_tokens(sequences, starts, exists, shares.shape[-1])
         read = torch.zeros_like(sequences.scored)  # a column of several completions is computed once
         read.scatter_(1, torch.where(known, columns, 0).flatten(1), True)  # column 0 has no context
         low, high = token_intervals(scores[:, :-1], sequences.tokens[:, 1:], read[:, 1:], self.sampling)
-        low, high = (at_columns(edge, columns - 1) for edge in (low, high))
-        return Completions(starts, tokens, known, scored, low, high, scores.at(columns - 1))
+        u, valid = uniform_between(at_columns(low, columns - 1), at_columns(high, columns - 1), shares)
+        return Completions(starts, tokens, scored, u, unbroken(valid & known), scores.at(columns - 1))
 
-    def drafts(self, sequences: Sequences, starts: Tensor, exists: Tensor, tokens: Tensor) -> Completions:
+    def drafts(
+        self, sequences: Sequences, starts: Tensor, exists: Tensor, tokens: Tensor, shares: Tensor
+    ) -> Completions:
         """Return completions of tokens [B, C, K], verified in one forward with all of them packed."""
         scores = self._of_completions(sequences, starts, tokens)
         known = exists[..., None] & self.belong(tokens)
-        low, high = token_intervals(scores, tokens, known, self.sampling)
-        return Completions(starts, tokens, known, known, low, high, scores)
+        u, valid = uniform_between(*token_intervals(scores, tokens, known, self.sampling), shares)
+        return Completions(starts, tokens, known, u, unbroken(valid & known), scores)
 
     def belong(self, tokens: Tensor) -> Tensor:
         """Return which tokens [..., K] of completions come no later than their end, [..., K] bool."""
@@ -374,13 +370,13 @@ class Teacher:
         return nn.functional.pad(ended[..., :-1], (1, 0)) == 0
 
     def _of_completions(self, sequences: Sequences, starts: Tensor, tokens: Tensor) -> Scores:
-        """Return the scores [B, C, K] of completions [B, C, K]."""
         documents, length = sequences.documents, sequences.tokens.shape[1]
         mask = packed_mask(documents, starts, tokens.shape[2])
         positions = packed_positions(documents, starts, tokens.shape[2], 0, sequences.positions)
-        logits = self.logits(torch.cat([sequences.tokens, tokens.flatten(1)], dim=1), mask, positions)
-        own = logits[:, length:].unflatten(1, tokens.shape[1:])
-        return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))
+        found = self.scores(torch.cat([sequences.tokens, tokens.flatten(1)], dim=1), mask, positions)
+        own = found.states[:, length:].unflatten(1, tokens.shape[1:])
+        states = torch.cat([at_columns(found.states, starts - 1)[:, :, None], own[:, :, :-1]], dim=2)
+        return Scores(states, found.head, found.size)
 
     def most_likely(self, sequences: Sequences, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
         """Return greedy completions [B, C, K] and their scores, a forward per token; `PackedBatch` has a cache."""
@@ -388,27 +384,5 @@ class Teacher:
         scores = self._of_completions(sequences, starts, tokens)
         for step in range(length):
             scores = scores if step == 0 else self._of_completions(sequences, starts, tokens)
-            tokens[..., step] = scores.states[:, :, step].argmax(-1)
+            tokens[..., step] = scores[:, :, step].likeliest()
         return tokens, scores
-
-
-@torch.no_grad()
-def student_drafts(packed: PackedBatch, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
-    """Return the completions [B, C, L] that the student writes from noise [B, C, L + 1], after `packed.read()`.
-
-    Categorical slots write L tokens after the backbone's own, whose uniform is the first.
-    """
-    uniforms = inputs.uniforms
-    flat = packed.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
-    drafted = Scores(flat.states.unflatten(1, (uniforms.shape[1], -1)), flat.head, flat.size)
-    if config.predicts_tokens:
-        return drafted.mapped(lambda logits: (logits.argmax(-1),))[0]
-
-    def picked(logits: Tensor, u: Tensor) -> tuple[Tensor]:
-        return (pick(u, logits.double().softmax(-1)),)
-
-    if config.variant == "one_hot":
-        return drafted.mapped(picked, uniforms[..., :-1])[0]
-    first = scores.at(packed.starts - 1)
-    own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling or {})),), uniforms[..., 0])[0]
-    return torch.cat([own[..., None], drafted.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

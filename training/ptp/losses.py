@@ -10,7 +10,6 @@ from torch import Tensor
 from ...configuration.fields import check_values
 
 LOSSES, SEQUENCES = ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
-"""Values of fields of `PTPOptions`."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +19,15 @@ class PTPOptions:
     Args:
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is one-hot; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
-        sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
-            itself. Use `"student"` only after other training, because a student that ignores its uniforms would keep
-            ignoring them. `training.regenerate` writes data of the teacher.
+        sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes them itself, after
+            other training alone, as one that ignores its uniforms would keep ignoring them.
         completions: C, completions per sequence, each from a random start of its own.
-        concentration: In training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token, and this is
-            b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The
-            public code trains with 0.3, which prefers the ends of intervals; on the benchmark's chain 1 is better.
+        concentration: b; in training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token. With 1,
+            all positions are equally likely, as in decoding; the public code has 0.3, which prefers the ends.
         gamma: Slot k weighs gamma^k.
-        greedy_share: Share of the completions that are the teacher's most likely continuations, which slots learn
-            without uniforms; for students with `config.greedy`. 0 leaves greedy decoding unlearned.
+        greedy_share: Share of the completions that are the teacher's most likely continuations, for students with
+            `config.greedy`. 0 leaves greedy decoding unlearned.
         base_weight: Weight of the backbone's own next-token loss on the data, for backbones that are trained too.
-
-    Raises:
-        ValueError: A value out of range, or options that exclude each other.
 
     Example:
         >>> PTPOptions(loss="kl", completions=16).concentration
@@ -59,10 +53,7 @@ _CANDIDATES = 64
 
 
 def target_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return the distribution that decoding verifies, [..., v] float64: that of transformers' warpers, without a sort.
-
-    Ties with the last of `top_k` stay; 0 keeps all, as does a `top_p` of 1.
-    """
+    """Return the distribution that decoding verifies, [..., v] float64: of transformers' warpers, without a sort."""
     scores = logits.double()
     if temperature != 1:
         scores = scores / temperature
@@ -89,13 +80,9 @@ def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
 def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = None, kind: str = "ce") -> Tensor:
     """Return the loss of every slot [...]; each kind has its minimum where its distribution q equals the target p.
 
-    Args:
-        logits: [..., v] of the slots.
-        tokens: [...] int64, the token that each slot should predict.
-        distribution: [..., v], the target p; None if it is one-hot at the token.
-        kind: `"ce"`: -log q(token), whatever p; `"kl"`: KL(p | q); `"reverse_kl"`: KL(q | p), with p floored at 1e-6,
-            because folded distributions have zeros; `"bce"`: binary cross-entropy of every token's probability,
-            -sum_v p log q + (1 - p) log(1 - q).
+    `distribution` [..., v] is p; None: it is one-hot at `tokens` [...]. `"ce"`: -log q(token), whatever p; `"kl"`:
+    KL(p | q); `"reverse_kl"`: KL(q | p), with p floored at 1e-6, because folded distributions have zeros; `"bce"`:
+    binary cross-entropy of every token's probability, -sum_v p log q + (1 - p) log(1 - q).
     """
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     if kind == "ce":
@@ -106,14 +93,10 @@ def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = No
     if kind == "reverse_kl":
         floored = p.clamp(min=_FLOOR)
         return (log_q.exp() * (log_q - (floored / floored.sum(-1, keepdim=True)).log())).sum(-1)
-    return -(p * log_q + (1 - p) * _log_complement(log_q)).sum(-1)
+    complement = torch.log(-torch.expm1(log_q.clamp(max=-_FLOOR)))  # log(1 - q), bounded near q = 1
+    return -(p * log_q + (1 - p) * complement).sum(-1)
 
 
 def slot_weights(valid: Tensor, gamma: float = 1.0) -> Tensor:
     """Return the weights of slots in a loss: gamma^k where valid [..., L], else 0."""
     return torch.where(valid, gamma ** torch.arange(valid.shape[-1], device=valid.device), 0.0)
-
-
-def _log_complement(log_q: Tensor) -> Tensor:
-    """Return log(1 - q), bounded near q = 1, where it and its gradient are infinite."""
-    return torch.log(-torch.expm1(log_q.clamp(max=-_FLOOR)))

@@ -150,16 +150,6 @@ def _second_row(head, states):
     return head.step(features, IDS[:, 2:5])[1]
 
 
-def test_only_the_wanted_states_are_needed():
-    base = tiny_backbone()
-    head = EagleHead.from_backbone(base)
-    assert head.hidden_layers == [2, 4, 5]
-    few = base(IDS, output_hidden_states=head.hidden_layers).hidden_states
-    assert few[1] is None
-    assert torch.equal(head.fuse(few), head.fuse(base(IDS, output_hidden_states=True).hidden_states))
-    assert EagleHead.from_backbone(base, version=1).hidden_layers == -1
-
-
 def test_new_heads_fit_any_backbone():
     for version in [1, 3]:
         for family, changes in [
@@ -254,19 +244,6 @@ def test_the_length_of_drafts_is_saved_and_an_option_of_a_call_overrides_it(tmp_
         EagleHeadConfig(draft_length=0)
 
 
-def test_a_head_must_be_attached():
-    head = EagleHead(EagleHeadConfig(hidden_size=32, num_attention_heads=4, vocab_size=64))
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        head(IDS, labels=IDS)
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        head.generate(IDS)
-    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
-        tiny_backbone().generate(IDS, assistant_model=head, max_new_tokens=2)
-    head.attach(tiny_backbone())
-    with pytest.raises(RuntimeError, match=r"detach\(\)"):
-        head.attach(tiny_backbone())
-
-
 def test_a_backbone_with_its_own_cache_is_refused(trained):
     with pytest.raises(ValueError, match="cache"):
         EagleHead.from_backbone(trained, version=1)
@@ -287,14 +264,6 @@ def test_a_backbone_without_attention_or_rotary_positions_is_refused_by_name():
 def mistral():
     """A model of another kind, and of the sizes of `tiny_backbone`."""
     return tiny_backbone(config_class=MistralConfig)
-
-
-def test_a_head_of_another_kind_of_backbone_drafts():
-    head, other = EagleHead.from_backbone(tiny_backbone()).detach(), mistral()
-    plain = other.generate(IDS, max_new_tokens=8, do_sample=False)
-    head.attach(other)
-    drafted = other.generate(IDS, max_new_tokens=8, do_sample=False, assistant_model=head)
-    assert torch.equal(drafted, plain)
 
 
 def test_what_a_new_head_is_attached_to_is_recorded(tmp_path):

@@ -6,12 +6,12 @@ import torch
 from tests.distributions import golden
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead import MTPHeadConfig
+from tokenahead.modeling.common.online import OwnLossMixin
 from tokenahead.modeling.heads.circuit_head import FFHead
 from tokenahead.modeling.heads.circuits import MixtureDistribution
 from tokenahead.modeling.heads.family import window_distribution
 from tokenahead.modeling.heads.losses import (
     IGNORE,
-    DepthLossMixin,
     counts_of_update,
     depth_means,
     depth_targets,
@@ -248,7 +248,7 @@ def test_labels_of_every_depth_may_be_spelled_out():
 
 def test_one_number_counts_the_labels_of_an_update():
     """Labels but for each row's first; depths are as frequent among them as in this batch."""
-    drafter, labels = DepthLossMixin(), torch.tensor([[5, 6, -100, 7, 8]])
+    drafter, labels = OwnLossMixin(), torch.tensor([[5, 6, -100, 7, 8]])
     drafter.window = 3
     own = [3, 2, 2]
     assert drafter.loss_counts(labels).tolist() == own

@@ -141,16 +141,6 @@ def test_adapters_alone_and_names_of_today(run):
     assert_logits(read(run), which="last")
 
 
-@pytest.mark.nightly
-def test_today_s_binary_embedding_has_another_name(tmp_path):
-    shutil.copytree(RUNS / "binary", run := tmp_path / "run")
-    name = "tinyllama-code-step=12.ckpt"
-    assert_logits(read(run), "binary")
-    rewrite(run, lambda state: {key.replace("student.u_adapter.", "model.u_embed."): state[key] for key in state}, name)
-    assert any(key.startswith("model.u_embed.u_adapter.") for key in torch.load(run / "last.ckpt")["state_dict"])
-    assert_logits(read(run), "binary")
-
-
 def test_adapters_of_some_layers_are_zeros_elsewhere(run):
     edit(run, f"{LORA}.target_modules", ["q_proj", "layers.1.mlp.up_proj"])
     kept = ("q_proj.lora_", "layers.1.mlp.up_proj.lora_")
@@ -169,34 +159,20 @@ def test_adapters_of_some_layers_are_zeros_elsewhere(run):
 
 IDLE = {
     "model.hist_base": [0.5, 0.5],
-    "model.model.use_gradient_checkpointing": True,
     "model.model.shift_positions": True,
     "model.model.adapter_kwargs": {"num_embeddings": 3},
     f"{LORA}.lora_dropout": 0.1,
     f"{LORA}.bias": "none",
-    f"{LORA}.init_lora_weights": "gaussian",
     f"{LORA}.rank_pattern": {},
     "training.strategy": "ddp",
-    "restore_ckpt": "last",
 }
+UNREAD = {"model.teacher": "other", "model.model.shift_positions": False, f"{LORA}.modules_to_save": ["lm_head"]}
 
 
-def test_fields_that_change_nothing(run):
+def test_fields_that_change_nothing_and_others_are_refused_by_name(run):
     for path, value in IDLE.items():
         edit(run, path, value)
     assert_logits(read(run))
-
-
-UNREAD = {
-    "model.teacher": "other",
-    "model.model.shift_positions": False,
-    "model.model.attention_window": 4,
-    f"{LORA}.modules_to_save": ["lm_head"],
-    f"{LORA}.bias": "all",
-}
-
-
-def test_other_fields_are_refused_by_name(run):
     plain = (run / "train.yaml").read_text()
     for path in UNREAD:
         (run / "train.yaml").write_text(plain)
@@ -214,7 +190,6 @@ WRONG = {
     "model.model.adapter_name": ("sawtooth", "adapter_name='sawtooth'"),
     LORA: (None, "lora_config=None"),
     f"{LORA}.r": (True, r"lora_config\.r=True"),
-    f"{LORA}.lora_alpha": ("1e1", "lora_alpha='1e1'"),
     f"{LORA}.target_modules": (".*", "target_modules='.*'"),
     "data.train_completion_len": (0, "train_completion_len=0"),
     "model.temperature": (float("nan"), "temperature=nan"),
@@ -230,19 +205,10 @@ def test_wrong_values_are_refused_by_name(run):
             read(run)
 
 
-def test_what_a_read_field_says_cannot_be_ignored(run):
-    with pytest.raises(ValueError, match="ignore_fields=.*lora_alpha"):
-        read(run, ignore_fields=["lora_alpha"])
-
-
 STATES = {
     "a missing adapter": (
         lambda state: {key: each for key, each in state.items() if not key.startswith(f"{DOWN}.lora_B")},
         r"missing.*layers\.1\.mlp\.down_proj\.lora_B",
-    ),
-    "a missing tensor of the backbone": (
-        lambda state: {key: each for key, each in state.items() if not key.startswith(f"{DOWN}.base_layer")},
-        r"missing.*layers\.1\.mlp\.down_proj\.base_layer",
     ),
     "another embedding": (lambda state: state | {"student.u_adapter.u_adapter.bias": torch.ones(16)}, "u_adapter.bias"),
     "a tensor of another model": (lambda state: state | {"model.time_embed.weight": torch.ones(2)}, "time_embed"),
@@ -303,10 +269,6 @@ def test_no_code_of_a_run_is_executed(run, tmp_path):
     with (run / "train.yaml").open("a") as stream:
         stream.write(f"extra: !!python/object/apply:os.mkdir ['{trace}']\n")
     with pytest.raises(ValueError, match=r"train\.yaml"):
-        read(run)
-    many = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]" for n in range(9))
-    (run / "train.yaml").write_text(many)
-    with pytest.raises(ValueError, match=r"train\.yaml.*aliases"):
         read(run)
     assert not trace.exists()
 
@@ -374,12 +336,11 @@ def test_a_student_made_here_is_written_and_read(tmp_path):
 
 
 UNWRITABLE = {
-    "variant=.*'categorical'": lambda: PTPForCausalLM.from_backbone(BACKBONE, "categorical"),
-    "features=.*'arithmetic'": lambda: PTPForCausalLM.from_backbone(BACKBONE, greedy=False),
-    "projection=.*'mlp'": lambda: made(projection="mlp"),
-    "projection_bias=.*True": lambda: made(projection_bias=True),
-    "greedy=.*True": lambda: made(greedy=True),
-    "informative=.*False": lambda: made(informative=False),
+    "not.*'variant': 'categorical'": lambda: PTPForCausalLM.from_backbone(BACKBONE, "categorical"),
+    "features='arithmetic'": lambda: made(features="arithmetic", projection="linear"),
+    "not.*'projection': 'mlp'": lambda: made(projection="mlp"),
+    "projection_bias=True": lambda: made(projection_bias=True),
+    "not.*'greedy': True": lambda: made(greedy=True),
     "bfloat16, float16": lambda: made().double(),
 }
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.modeling.heads.joint import JointMTPModel
-from tokenahead.training.commands.models import with_moved_backbone
 from tokenahead.training.commands.settings import read_settings
+from tokenahead.training.commands.train import with_moved_backbone
 from tokenahead.training.completion import complete
 from tokenahead.training.requests import GenerateRequest
 
@@ -52,7 +52,7 @@ def push(folder: Path, kind: str) -> str:
 def completed(model: str, heads: str) -> str:
     """What `tokenahead generate` writes, or why it does not."""
     try:
-        return complete(GenerateRequest(model, PROMPT, heads=heads, max_new_tokens=8)).text
+        return complete(GenerateRequest(model, PROMPT, heads=heads, max_new_tokens=8))["text"]
     except ValueError as error:
         return str(error)
 

@@ -1,21 +1,12 @@
 """`benchmarks/analyze.py`, and what is loaded to be measured: what a training has left."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from tests.benchmark_modules import analyze, drafter_and_data
-from tokenahead import EvaByteTokenizer, cli
+from tests.benchmark_modules import analyze
+from tests.test_cli import run
 from tokenahead.model_cards import MeasuredResults
-from tokenahead.training.commands.train import train
-
-
-def run(command, *words) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([command, *map(str, words)])
-    return ended.value.code or 0
 
 
 @pytest.mark.by_day("evabyte")
@@ -30,37 +21,6 @@ def test_models_that_draft_for_themselves_are_measured_side_by_side(name, folder
     assert own.identical and lookup.identical and own.draft_length
     if name != "ptp":
         assert own.expected_tokens_per_call == pytest.approx(own.tokens_per_verification, abs=1e-4)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("learns", ["lora", "all"])
-def test_what_was_trained_is_what_is_measured(learns, settings_of, folders, tmp_path):
-    """Adapters and a backbone that learned with heads: the loss is that of the training's end, not of its beginning."""
-    options = dict(drafter="heads", strategy={"train": learns}, eval_strategy="steps", eval_steps=4, acceptance=False)
-    log = train(settings_of(**options, learning_rate=0.05)).state.log_history
-    wanted = next(entry for entry in log if "eval_loss" in entry)
-    settings = settings_of(drafter=f"heads:{tmp_path / 'run'}")
-    settings, _, trainer = drafter_and_data(settings)
-    assert trainer.evaluate()["eval_loss_head_2"] == pytest.approx(wanted["eval_loss_head_2"], rel=1e-4)
-    assert (settings.adapters is None) == (learns == "all")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("learns", ["lora", "all"])
-def test_heads_complete_with_the_backbone_that_they_learned_with(learns, settings_of, folders, tmp_path, capsys):
-    trainer = train(settings_of(drafter="heads", strategy={"train": learns}, learning_rate=0.3))
-    backbone = trainer.accelerator.unwrap_model(trainer.model).backbone.eval()
-    ids = torch.tensor([EvaByteTokenizer()("import os")["input_ids"]])
-    wanted = backbone.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
-    words = ["--heads", tmp_path / "run", "--max-new-tokens", "8", "--json", "import os"]
-    capsys.readouterr()  # the entries of the log
-    code = run("generate", "--model", folders / "llama", *words)
-    if learns == "all":
-        whole = tmp_path / "run" / "backbone"
-        assert code == 1 and f"learned with these heads; name {whole} instead" in capsys.readouterr().err
-        assert run("generate", "--model", whole, *words) == 0
-    expected = EvaByteTokenizer().decode(wanted, skip_special_tokens=True)
-    assert json.loads(capsys.readouterr().out)["text"] == expected
 
 
 @pytest.mark.core

@@ -77,16 +77,6 @@ def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_
     assert measuring.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.nightly
-def test_heads_say_which_backbone_they_went_on_with(settings_of, folders, tmp_path):
-    """Frozen both times, on a copy the second time."""
-    train(settings_of(drafter="heads", max_steps=1))
-    other = str(shutil.copytree(folders / "llama", tmp_path / "other"))
-    options = dict(drafter=f"auto:{tmp_path / 'run'}", max_steps=1)
-    train(settings_of(**options, model_name_or_path=other, output_dir=str(tmp_path / "second")))
-    assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == other
-
-
 @pytest.mark.core
 def test_adapters_are_no_backbone(settings_of, tmp_path):
     train(settings_of(drafter="heads", strategy={"train": "lora"}, max_steps=1))

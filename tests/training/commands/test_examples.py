@@ -45,12 +45,7 @@ def test_no_file_needs_a_large_model_or_the_splits_of_one_data_set():
     read = [yaml.safe_load(file.read_text()) for file in FILES]
     assert {each["model_name_or_path"] for each in read} == {"Qwen/Qwen3-0.6B", "EvaByte/EvaByte-SFT"}
     assert not any("dataset_train_split" in each or "dataset_test_split" in each for each in read)
-
-
-def test_there_is_a_file_for_every_drafter():
-    assert {yaml.safe_load(file.read_text())["drafter"] for file in FILES} == {
-        "own", "heads", "eagle", "block", "modules", "parallel"
-    }  # fmt: skip
+    assert {each["drafter"] for each in read} == {"own", "heads", "eagle", "block", "modules", "parallel"}
 
 
 def script(name):
@@ -96,18 +91,3 @@ def test_rollouts_of_grpo_are_drafted_by_a_head_that_learns(task, folders, tmp_p
     before, after = (load_file(folder / "model.safetensors") for folder in (head, policy / "head"))
     assert any(not before[name].equal(after[name].to(before[name].dtype)) for name in before)
     assert (policy / "adapter_model.safetensors").is_file()
-
-
-def test_rewards_of_grpo_are_graded():
-    module = script("grpo")
-
-    def said(*answers):
-        return [[{"content": answer}] for answer in answers]
-
-    assert module.near_the_sum(said("It is 12.", "no", "7 + 4 = 11"), answer=["11"] * 3) == [0.5, 0.0, 1.0]
-    assert module.is_list(said("1. a\n- b\n\nc", "")) == [2 / 3, 0.0]
-    assert module.near_200_characters(said("x" * 150, "x" * 300)) == [-0.25, -0.5]
-    sums, _ = module.prompts("sums")
-    assert sums[0]["prompt"][0]["content"].endswith("=") and int(sums[0]["answer"]) >= 20
-    with pytest.raises(ValueError, match="task"):
-        module.prompts("poem")

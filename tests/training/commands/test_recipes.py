@@ -80,34 +80,13 @@ def test_medusa_2(run, folders, tmp_path):
     assert model.heads.mtp_loss_weight == pytest.approx(0.2)
     assert len(logged(trainer, "loss_backbone")) == STEPS and logged(trainer, "loss_head_6")
     config = json.loads((tmp_path / "run" / "backbone" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["lora_dropout"], len(config["target_modules"])) == (
-        32,
-        16,
-        0.05,
-        7,
-    )
-    trained = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folders / "llama"), tmp_path / "run" / "backbone"
-    ).eval()
+    assert [config[name] for name in ("r", "lora_alpha", "lora_dropout")] == [32, 16, 0.05]
+    assert len(config["target_modules"]) == 7
+    base = AutoModelForCausalLM.from_pretrained(folders / "llama")
+    trained = PeftModel.from_pretrained(base, tmp_path / "run" / "backbone").eval()
     ids = torch.arange(70, 90)[None]
     torch.testing.assert_close(trained(ids).logits, model.backbone.eval()(ids).logits)
     check_lossless(trained, MTPHeads.from_pretrained(tmp_path / "run").attach(trained), drafts=5)
-
-
-@pytest.mark.nightly
-def test_hydra_plus_plus(run, folders, tmp_path):
-    trainer, watch = run("hydra_plus_plus.yaml")
-    assert all(any("prefix" in name for name in names) for names in watch.moved)
-    assert any("unembeddings" in name for name in watch.moved[0])
-    backbone = AutoModelForCausalLM.from_pretrained(folders / "llama").eval()
-    for name, value in backbone.state_dict().items():
-        assert torch.equal(value, trainer.model.backbone.state_dict()[name]), "the backbone stays as it is"
-    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.33 * 5e-4)
-    losses, kept = logged(trainer, "loss_head_2"), logged(trainer, "acceptance_head_5")
-    assert len(losses) == len(kept) == STEPS and losses[-1] < losses[0]
-    heads = MTPHeads.from_pretrained(tmp_path / "run")
-    assert (heads.config.loss_target, heads.config.arch, heads.config.num_blocks) == ("teacher", "prefix-mlp", 4)
-    check_lossless(backbone, heads.attach(backbone), drafts=4)
 
 
 def test_block(run, folders, tmp_path):

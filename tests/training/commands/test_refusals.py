@@ -9,9 +9,9 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tokenahead import PTPStudent, cli
-from tokenahead.training.commands.models import build, ptp_options
-from tokenahead.training.commands.settings import read_settings
-from tokenahead.training.commands.train import train
+from tokenahead.training.commands.settings import filled, read_settings
+from tokenahead.training.commands.train import build, train
+from tokenahead.training.ptp.losses import PTPOptions
 
 
 def error_of(tmp_path, capsys, *flags) -> str:
@@ -76,16 +76,11 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(settings_of, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(file.read_text() + "loss_options: {gamma: 9e-1}\nweight_decay: 1e-2\n")
     settings = read_settings([str(file)])
-    assert ptp_options(settings.drafter).gamma == 0.9 and settings.training.weight_decay == 0.01
+    assert filled("loss_options", settings.drafter.options("loss_options"), PTPOptions).gamma == 0.9
+    assert settings.training.weight_decay == 0.01
     assert build(settings).model.config.num_slots == 3
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-USER = {"role": "user", "content": "hi"}
 ROWS = {
     "ids outside the vocabulary": ([{"input_ids": [70, 999]}] * 3, "input_ids hold 999"),
     "labels of another length": (
@@ -101,30 +96,14 @@ ROWS = {
 @pytest.mark.by_day("rows of one token", "ids outside the vocabulary", "labels of another length")
 @pytest.mark.parametrize(("rows", "message"), ROWS.values(), ids=ROWS)
 def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_path):
-    file = write(tmp_path / "rows.jsonl", rows)
-    settings = settings_of(drafter="heads", dataset_name=str(file), test_split_size=None)
-    with pytest.raises(ValueError, match=message):
-        train(settings)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_late_row_with_labels_of_another_length_is_named(streaming, settings_of, tmp_path):
-    row = {"input_ids": [70] * 9, "labels": [70] * 9}
-    file = write(tmp_path / "rows.jsonl", [row] * 9 + [row | {"labels": [70]}])
-    settings = settings_of(drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=streaming)
-    with pytest.raises(ValueError, match="9 input_ids and 1 labels"):
-        train(settings)
-
-
-def test_a_model_without_a_tokenizer_is_named(settings_of, folders, tmp_path, capsys):
-    AutoModelForCausalLM.from_pretrained(folders / "llama").save_pretrained(tmp_path / "bare")
-    settings_of(drafter="heads")
-    said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "bare")
-    assert str(tmp_path / "bare") in said or "tokenizer" in said
-
-
-def test_a_missing_file_of_settings_is_named(tmp_path, capsys):
-    assert str(tmp_path / "config.yaml") in error_of(tmp_path, capsys)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for streaming in (False, True) if "labels" in message else (False,):
+        settings = settings_of(
+            drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=streaming
+        )
+        with pytest.raises(ValueError, match=message):
+            train(settings)
 
 
 def test_folders_of_earlier_runs(settings_of, tmp_path, capsys):
@@ -158,12 +137,16 @@ def test_models_that_a_run_would_write_over(settings_of, folders, tmp_path, caps
         train(settings_of(**once | {"max_steps": 2}))
 
 
-def test_a_student_alone(settings_of, folders, tmp_path, capsys):
+def test_a_student_alone_and_a_model_without_a_tokenizer(settings_of, folders, tmp_path, capsys):
     backbone = AutoModelForCausalLM.from_pretrained(folders / "llama")
     PTPStudent.from_backbone(backbone, num_slots=2).save_pretrained(tmp_path / "student")
     settings_of()
     said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "student")
     assert f"model_name_or_path={tmp_path / 'student'}" in said
+    backbone.save_pretrained(tmp_path / "bare")
+    settings_of(drafter="heads")
+    said = error_of(tmp_path, capsys, "--model_name_or_path", tmp_path / "bare")
+    assert str(tmp_path / "bare") in said or "tokenizer" in said
 
 
 BEFORE_TEXT = {
@@ -185,17 +168,57 @@ def test_refusals_come_before_the_backbone_writes_text(changes, message, setting
     assert not (tmp_path / "own").exists() and not (tmp_path / "second").exists()
 
 
-FILES = {
-    "a missing file": (None, "config.yaml: No such file"),
-    "no mapping": ("- 1\n", "config.yaml.*mapping"),
-    "no YAML": ("a: [\n", "config.yaml"),
+def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    missing, cases = "config.yaml: No such file", {"- 1\n": "config.yaml.*mapping", "a: [\n": "config.yaml"}
+    for text, words in {None: missing, **cases}.items():
+        if text is not None:
+            (tmp_path / "config.yaml").write_text(text)
+        found = error_of(tmp_path, capsys)
+        assert re.search(words, found) and "Errno" not in found and "quotes" not in found
+
+
+def read(folder, **values):
+    file = folder / "config.yaml"
+    given = {"model_name_or_path": "model", "output_dir": str(folder / "run"), "use_cpu": True} | values
+    file.write_text(yaml.safe_dump(given))
+    return read_settings([str(file)])
+
+
+SAID = {
+    "no": ({"eval_strategy": False}, "select one of ['no', 'steps', 'epoch']"),
+    "one of a few": ({"lr_scheduler_type": "cosin"}, "cosin"),
+    "one of ours": ({"drafter": "medusa"}, "drafter='medusa': choose of own"),
+    "half a step": ({"max_steps": 2.5}, "max_steps"),
+    "a word for a number": ({"max_steps": "many"}, "--max_steps"),
+    "nothing for a flag": ({"packing": ""}, "--packing"),
+    "nothing for a number": ({"early_stopping_patience": ""}, "--early_stopping_patience"),
+    "a misspelt part": ({"datasets": [{"pth": "a"}]}, "'pth'"),
+    "a number for a section": ({"acceptance": 3}, "acceptance="),
+    "a key that does not exist": ({"learning_rte": 1}, "--learning_rte"),
 }
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_a_file_that_cannot_be_read_is_named(case, tmp_path, capsys):
-    text, words = FILES[case]
-    if text is not None:
-        (tmp_path / "config.yaml").write_text(text)
-    found = error_of(tmp_path, capsys)
-    assert re.search(words, found) and "Errno" not in found and "quotes" not in found
+def test_what_a_field_cannot_hold_is_said_by_name(tmp_path):
+    for values, named in SAID.values():
+        with pytest.raises((ValueError, OSError)) as caught:
+            read(tmp_path, **values)
+        assert named in str(caught.value)
+
+
+@pytest.mark.core
+def test_what_a_parser_makes_of_text_is_taken(tmp_path):
+    settings = read(
+        tmp_path, learning_rate="1e-4", packing="true", lr_scheduler_kwargs='{"num_cycles": 2}', save_steps=0.5,
+        lora_target_modules="all-linear", use_peft=True, resume_from_checkpoint=True, lr_scheduler_type="cosine",
+        datasets=[{"path": "a", "columns": ["b"]}], max_length=None, accelerator_config={"even_batches": False},
+        report_to="none", dtype="bfloat16", pad_to_multiple_of=8, model_revision=1234567,
+    )  # fmt: skip
+    assert (settings.training.learning_rate, settings.training.packing) == (1e-4, True)
+    assert settings.model.model_revision == "1234567" and settings.model.lora_target_modules == "all-linear"
+    assert settings.mixture.datasets[0].columns == ["b"] and settings.training.activation_checkpointing is False
+    for given in ("data/*.jsonl", "data/a.parquet", ["a", "b"], {"train": "a"}):
+        settings = read(tmp_path, datasets=[{"path": "json", "data_files": given}])
+        assert settings.mixture.datasets[0].data_files == given
+    for value in (True, "full_shard auto_wrap"):  # as it is meant today, and as it was
+        assert read(tmp_path, fsdp=value).training.fsdp
+    assert read(tmp_path, gradient_checkpointing=True).training.activation_checkpointing is True

@@ -2,8 +2,7 @@
 
 from tests.training.test_states import serving
 from tokenahead import MTPHeads
-from tokenahead.training.commands.models import build
-from tokenahead.training.commands.train import train
+from tokenahead.training.commands.train import build, train
 from tokenahead.training.features import FeatureDataset
 
 HEADS = {"drafter": "heads", "drafter_options": {"window": 2}}

@@ -53,18 +53,6 @@ def is_inside(inner, outer, slack: float = 1.0) -> bool:
     return left - slack <= x0 and low - slack <= y0 and x1 <= right + slack and y1 <= high + slack
 
 
-def markers(figure) -> list:
-    """Extents of every marker in the axes."""
-    found = []
-    for axes, line in ((panel, line) for panel in figure.axes for line in panel.lines):
-        if line.get_marker() not in ("None", None, ""):
-            radius = (line.get_markersize() + line.get_markeredgewidth()) / 2 * figure.dpi / 72
-            found += [
-                (x - radius, y - radius, x + radius, y + radius) for x, y in axes.transData.transform(line.get_xydata())
-            ]
-    return found
-
-
 def words(figure) -> list:
     """Extents of every text that is drawn."""
     from matplotlib.text import Text
@@ -106,16 +94,6 @@ def test_words_lie_inside_the_picture_and_not_on_each_other(case):
         assert "categories" in case or not box.overlaps(second), (one, other)  # turned words have wide boxes
 
 
-@pytest.mark.by_day("frontier, six methods")
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("frontier")])
-def test_markers_are_drawn_whole(case):
-    figure = drawn(case)
-    found, frames = markers(figure), [bounds(axes.bbox) for axes in figure.axes]
-    assert found
-    for left, low, right, high in found:
-        assert any(x0 <= left and y0 <= low and right <= x1 and high <= y1 for x0, y0, x1, y1 in frames)
-
-
 def points(axes) -> list:
     return [line for line in axes.lines if line.get_linestyle() == "None"]
 
@@ -136,12 +114,6 @@ def test_plain_decoding_stands_on_the_line_of_its_own_speed():
     assert (plain.get_xdata()[0], plain.get_ydata()[0]) == (25.0, 1.0)
     slopes = [line.get_ydata()[-1] / line.get_xdata()[-1] for line in axes.lines if line.get_linestyle() == ":"]
     assert slopes[1] == pytest.approx(1 / 25) and slopes[3] == pytest.approx(2 / 25)
-
-
-def test_a_method_has_one_colour_in_all_panels():
-    first, second = (points(axes)[:-1] for axes in drawn("frontier, six methods").axes)
-    colours = [to_hex(line.get_color()) for line in first]
-    assert colours == [to_hex(line.get_color()) for line in second] and len(set(colours)) == 6
 
 
 def test_an_unstable_machine_claims_nothing():

@@ -9,10 +9,10 @@ from rich.console import Console
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import demo as report
+from tokenahead.training.commands.bench import show
+from tokenahead.training.evaluation.bench import Completion
 from tokenahead.training.evaluation.decoding import drafted_flags
 from tokenahead.training.evaluation.prompts import PromptEncoder
-from tokenahead.training.evaluation.summary import Completion
-from tokenahead.training.evaluation.table import explanation, tables
 
 
 def ids(text: str | bytes) -> list[int]:
@@ -62,10 +62,7 @@ def shown(*rows: DecodingResult) -> str:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     words = dict.fromkeys(("dataset_name", "dataset_description", "hardware", "dtype", "command"), "x")
     measured = MeasuredResults(results=list(rows), library_version="0", not_measured={"own": "no drafts"}, **words)
-    for table in tables(measured):
-        console.print(table)
-    for line in explanation(measured):
-        console.print(line)
+    show(console, measured)
     return console.file.getvalue()
 
 

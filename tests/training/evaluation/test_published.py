@@ -1,15 +1,12 @@
 """Commands take drafters in published layouts wherever they take a drafter."""
 
-import json
-
 import pytest
 import torch
 
 from tests.every_model import llama
-from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads, cli
-from tokenahead.training.completion import complete
+from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
 from tokenahead.training.evaluation.methods import methods_of
-from tokenahead.training.requests import BenchRequest, GenerateRequest
+from tokenahead.training.requests import BenchRequest
 
 LAYOUTS = {
     "eagle": {
@@ -64,26 +61,7 @@ def test_layers_of_an_eagle_head_are_options_of_its_method(backbone, root):
     assert method.options.keys() == {"assistant_model", "num_assistant_tokens"}
 
 
-@pytest.mark.by_day("eagle-vllm", "heads-gloeckle")
-@pytest.mark.parametrize(("kind", "layout"), EVERY)
-def test_generate(kind, layout, root, capsys):
-    texts = []
-    for words in ([f"--{kind}", str(root / f"{kind}-{layout}")], ["--plain"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["generate", "--model", str(root / "base"), "--max-new-tokens", "8", "--json", *words, "def f("])
-        assert not ended.value.code
-        texts.append(json.loads(capsys.readouterr().out)["text"])
-    assert texts[0] == texts[1]
-
-
-def test_a_drafter_in_the_place_of_a_model_is_refused(root):
-    for kind, layout in EVERY:
-        if layout != "gloeckle":  # which holds a backbone, too, but no model of transformers
-            with pytest.raises(ValueError, match="--model=.*without a backbone"):
-                complete(GenerateRequest(model=str(root / f"{kind}-{layout}"), prompt="a"))
-
-
-def test_the_help_of_bench_names_every_kind(capsys):
+def test_the_help_of_bench_names_every_kind():
     with pytest.raises(ValueError, match="choose of") as refusal:
         methods_of(["none of these"], None)
     kinds = str(refusal.value).partition("choose of ")[2].split(", ")

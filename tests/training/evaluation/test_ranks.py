@@ -1,19 +1,10 @@
-"""Accuracies by depth and rank, and the trees of fixed shape that are built from them."""
+"""Accuracies by depth and rank."""
 
 import pytest
 import torch
 
 from tests.backbones import backbone, train_heads
-from tokenahead import MTPHeads
-from tokenahead.generation.trees.building import choices_from_accuracies
 from tokenahead.training.evaluation.drafts import rank_accuracies
-
-
-def written(model, rows=12, length=30):
-    """A batch of text that the model writes."""
-    starts = torch.randint(2, 48, (rows, 3), generator=torch.Generator().manual_seed(1))
-    ids = model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=length, do_sample=False)
-    return {"input_ids": ids, "labels": ids}
 
 
 @torch.no_grad()
@@ -42,30 +33,3 @@ def test_accuracies_are_those_of_proposals_one_by_one(kind, temperature):
                 hits[depth] += share.double()
                 counts[depth] += 1
     torch.testing.assert_close(found, hits / counts[:, None].double(), atol=1e-6, rtol=0)
-
-
-@pytest.mark.core
-def test_a_tree_of_measured_accuracies_keeps_more_than_one_of_equal_size_without():
-    model = backbone()
-    heads = train_heads(model, steps=12)
-    accuracies = rank_accuracies(heads, [written(model)])
-    assert accuracies.shape == (3, 10) and (accuracies.sum(1) <= 1 + 1e-9).all()
-    measured = choices_from_accuracies(accuracies, 6)
-    assert len(measured) == 6
-    trees, kept = {"measured": measured, "flat": [(rank,) for rank in range(6)]}, {}
-    prompts = torch.randint(2, 48, (16, 4), generator=torch.Generator().manual_seed(5))
-    for name, tree in trees.items():
-        out = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), assistant_model=heads, do_sample=False,
-            max_new_tokens=24, draft_tree=tree, return_dict_in_generate=True,
-        )  # fmt: skip
-        kept[name] = sum(map(sum, out.speculation.rows_accepted)) / sum(map(len, out.speculation.rows_accepted))
-    assert kept["measured"] > kept["flat"]
-
-
-@pytest.mark.core
-def test_text_without_targets_is_refused():
-    heads = MTPHeads.from_backbone(backbone(), window=3)
-    ids = torch.randint(2, 48, (1, 6))
-    with pytest.raises(ValueError, match="no position"):
-        rank_accuracies(heads, [{"input_ids": ids, "labels": torch.full_like(ids, -100)}])

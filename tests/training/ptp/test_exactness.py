@@ -49,7 +49,7 @@ def plain_loss(model, own, rows) -> torch.Tensor:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "learns"])
 def test_gradients_are_those_of_the_definition(variant, loss, tmp_path, monkeypatch):
-    """In one batch, and accumulated over two and four, which have different numbers of slots."""
+    """In one batch, and accumulated over two and four, which have different numbers of slots; three rows at a time."""
     exact_norms(monkeypatch)
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
     model = student("categorical" if variant == "learns" else variant, backbone().double(), sampling=FOLDED)
@@ -59,13 +59,16 @@ def test_gradients_are_those_of_the_definition(variant, loss, tmp_path, monkeypa
     rows = [{"input_ids": row[:n], "labels": row[:n].index_fill(0, torch.arange(2), -100)} for n in (9, 5, 4, 7)]
     options = {"completions": 50, "greedy_share": 0.0, "gamma": 0.7, "loss": loss}
     options["base_weight"] = 0.5 * (variant == "learns")
-    monkeypatch.setattr("tokenahead.training.ptp.tasks.RandomDraws", lambda _: Places())  # however batches are cut
+    monkeypatch.setattr("tokenahead.training.ptp.trainer.RandomDraws", lambda _: Places())  # however batches are cut
     whole = plain_loss(model, trainer(model, tmp_path, rows, **options), rows)
     whole.backward()
-    wanted = whole.detach(), all_gradients(model)
+    wanted, seen = (whole.detach(), all_gradients(model)), []
+    if variant != "learns":  # no tensor over the vocabulary is larger than a chunk
+        model.get_output_embeddings().register_forward_hook(lambda layer, inputs, output: seen.append(output.numel()))
     for size in (4, 2, 1):
         value, _ = gradients(model, tmp_path, rows, size, **options)
         check(torch.tensor(value, dtype=torch.float64), all_gradients(model), wanted, 1e-12)
+    assert max(seen, default=0) <= 3 * VOCABULARY
 
 
 def test_evaluation_repeats_itself_and_leaves_the_generator_alone(tmp_path):
@@ -84,32 +87,6 @@ def test_evaluation_repeats_itself_and_leaves_the_generator_alone(tmp_path):
     assert 0 <= found[1]["eval_num_correct_greedy"] <= 3
 
 
-def test_evaluation_on_written_texts_repeats_itself(tmp_path):
-    model, rows = student(), texts(backbone())[:5]
-    own = trainer(model, tmp_path, eval_dataset=rows, sequences="student")
-    state = torch.get_rng_state()
-    first, second = own.evaluate()["eval_loss"], own.evaluate()["eval_loss"]
-    assert first == second and torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.core_cases("one_hot-ce")
-@pytest.mark.parametrize(("variant", "loss"), [("one_hot", "ce"), ("categorical", "kl")])
-def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, monkeypatch):
-    """Slots and distributions three rows at a time; no tensor over the vocabulary is larger."""
-    model, rows = student(variant, backbone().double(), sampling=FOLDED), texts(backbone(), **FOLDED)[:4]
-    options = {"loss": loss, "completions": 4, "greedy_share": 0.5}
-    torch.manual_seed(7)
-    whole = gradients(model, tmp_path, rows, 4, **options)
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
-    seen = []
-    model.get_output_embeddings().register_forward_hook(lambda layer, inputs, output: seen.append(output.numel()))
-    torch.manual_seed(7)
-    pieces = gradients(model, tmp_path, rows, 4, **options)
-    assert pieces[0] == pytest.approx(whole[0], rel=1e-9)
-    torch.testing.assert_close(pieces[1], whole[1])
-    assert seen and max(seen) <= 3 * VOCABULARY
-
-
 @pytest.mark.by_day("one_hot-True", "categorical-False")
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
@@ -118,7 +95,8 @@ def test_greedy_completions_are_the_teachers_greedy_texts(variant, is_own, tmp_p
     teacher = None if is_own else backbone().double()
     own = trainer(model, tmp_path, completions=4, greedy_share=0.5, teacher=teacher)
     found = own._task(model, {"input_ids": ids(2, 8)}, True)
-    assert (found.u[:, 1::2] == -1).all() and (found.u[:, ::2] >= 0).all()
+    uniforms = found.completions.uniforms
+    assert (uniforms[:, 1::2] == -1).all() and (uniforms[:, ::2] >= 0).all()
     for row in range(2):
         for completion in (1, 3):
             text = ids(2, 8)[row : row + 1, : int(found.completions.starts[row, completion])]
@@ -131,20 +109,13 @@ def test_greedy_completions_are_the_teachers_greedy_texts(variant, is_own, tmp_p
     assert model.uniform_embedding.greedy.weight.grad.abs().sum() > 0
 
 
-def test_data_without_a_target_are_refused(tmp_path):
-    row = ids(1, 6)[0]
-    with pytest.raises(ValueError, match="train_dataset"):
-        trainer(student(), tmp_path, [{"input_ids": row, "labels": torch.full_like(row, -100)}] * 4).train()
-
-
-@pytest.mark.core
-def test_the_default_rate_is_the_trainers_own(tmp_path):
-    from transformers import TrainingArguments
-
-    from tokenahead.training import PTPTrainer
-
-    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True)
-    rows = [{"input_ids": [1, 2, 3]}]
-    assert PTPTrainer(student(), arguments, train_dataset=rows).args.learning_rate == 2e-3
-    assert arguments.learning_rate == 5e-5
-    assert trainer(student(), tmp_path, rate=3e-4).args.learning_rate == 3e-4
+def test_intervals_are_made_only_where_completions_read_them(tmp_path):
+    """Two sequences of 40 tokens, three completions of four tokens, one of them greedy, which reads none."""
+    model, rows = student("categorical", backbone().double(), greedy=True), []
+    own = trainer(model, tmp_path, completions=3, greedy_share=0.34)
+    model.get_output_embeddings().register_forward_hook(lambda layer, inputs, output: rows.append(len(output)))
+    found = own._task(model, {"input_ids": ids(2, 40)}, True)
+    columns = found.packed.starts[:, :2, None] + torch.arange(4)  # [B, C, K]
+    distinct = sum(len({column for column in each if column < 40}) for each in columns.flatten(1).tolist())
+    assert (found.completions.uniforms[:, 2] == -1).all() and rows[0] == distinct <= 16
+    assert sum(rows[1:]) == 2 * 4  # the greedy completion's chain

@@ -38,7 +38,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenahead import BlockDrafter, EagleHead, MTPHeads, NgramDrafter
-from tokenahead.generation.tensors.wrapped_models import untyped
+from tokenahead.generation.backbone.wrapped_models import untyped
 
 DRAFTS, PERIOD = 5, 64
 _LLAMA = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -21,9 +21,9 @@ import torch
 from measuring import show
 
 from tokenahead import EvaByteConfig, EvaByteForMTPC
+from tokenahead.generation.backbone.wrapped_models import untyped
 from tokenahead.generation.loop import SpeculativeLoop
 from tokenahead.generation.recorded import RecordedLoop
-from tokenahead.generation.tensors.wrapped_models import untyped
 from tokenahead.modeling.heads.attached import HeadSession
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, chunk_size=16)

@@ -13,7 +13,7 @@ from serving_models import VOCABULARY, backbone, text, train, unsettle, with_mod
 from transformers import PreTrainedModel
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
-from tokenahead.generation.tensors.wrapped_models import untyped
+from tokenahead.generation.backbone.wrapped_models import untyped
 from tokenahead.model_cards.export import export, overrides
 
 LENGTHS = (2, 5, 9, 17, 33, 64)

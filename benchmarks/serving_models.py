@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tokenahead import DeepSeekMTP
 from tokenahead.configuration.mtp_families import set_modules
-from tokenahead.generation.tensors.wrapped_models import untyped
+from tokenahead.generation.backbone.wrapped_models import untyped
 
 Module = TypeVar("Module", bound=nn.Module)
 VOCABULARY, WIDTH = 128, 64

@@ -20,11 +20,11 @@ from transformers.utils import logging
 from .. import __version__
 from ..configuration.fields import field
 from .backbone.backbones import check_model
+from .backbone.wrapped_models import Kwargs, drop_collectors, fingerprint, same_backbone, unwrap
 from .call.options import first_set
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
-from .tensors.wrapped_models import Kwargs, drop_collectors, fingerprint, same_backbone, unwrap
 
 logger = logging.get_logger(__name__)
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

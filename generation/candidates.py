@@ -10,11 +10,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .backbone.wrapped_models import Kwargs
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
 from .contract import CacheView, DraftSession, TargetOutput, VerificationResult, requested_states
 from .drafter import BaseDrafter
-from .tensors.wrapped_models import Kwargs
 
 
 class _View(CacheView):

@@ -15,12 +15,11 @@ from transformers.utils import logging
 
 from ..configuration.heads import MTPHeadConfig
 from ..configuration.loss_options import LossOptions
+from .backbone.wrapped_models import Kwargs, training_size
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder
-from .tensors.shared_models import training_size
 from .tensors.tensor_files import Fields
-from .tensors.wrapped_models import Kwargs
 from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 

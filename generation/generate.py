@@ -42,6 +42,14 @@ from transformers.utils import logging
 from ..configuration.cache_names import CACHE, NAMES, renamed
 from .backbone.backbones import target_of
 from .backbone.target import OwnCacheBackbone, Target, traits_of
+from .backbone.wrapped_models import (
+    Kwargs,
+    checkpointing_paused,
+    drop_peft_arguments,
+    readable,
+    share_draws,
+    tensor_parallel_size,
+)
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import PrefillOutput, SpeculativeCache
 from .drafter import BaseDrafter
@@ -50,8 +58,6 @@ from .guarded import GuardedLoop
 from .plan import Call, Plan, decode_plainly, plan_of, read_call
 from .recorded import static_loop_of
 from .stateful import StatefulLoop
-from .tensors.shared_models import readable, share_draws, tensor_parallel_size
-from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from transformers import StoppingCriteria
 from transformers.utils import logging
 
+from .backbone.static import Buffers
+from .backbone.wrapped_models import has_foreign_hooks, peft_arguments
+from .call.constraints import ON_DEVICE
 from .call.options import DraftOptions
-from .call.positions import ON_DEVICE
 from .call.sequences import Graphs
 from .contract import DraftSession, DraftTree
-from .tensors.buffers import Buffers
 from .tensors.masks import constants
-from .tensors.wrapped_models import has_foreign_hooks, peft_arguments
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)

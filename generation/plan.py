@@ -30,6 +30,7 @@ from ..configuration.cache_names import CACHE
 from .backbone.backbones import can_roll_back, check_trees, is_repackable, takes_fixed_size
 from .backbone.static import planned_cache
 from .backbone.target import traits_of
+from .backbone.wrapped_models import Kwargs, has_foreign_hooks, peft_arguments
 from .call.keywords import USUAL, Keywords, keywords_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
 from .call.processing import counts_calls
@@ -39,7 +40,6 @@ from .contract import DraftSession, HiddenLayers, SpeculativeCache, requested_st
 from .drafter import BaseDrafter
 from .forced import with_forced
 from .graphs import obstacle_to_fixed, obstacle_to_graphs
-from .tensors.wrapped_models import Kwargs, has_foreign_hooks, peft_arguments
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
 

@@ -29,46 +29,24 @@ ATTENTION_WINDOW = 6
 """Of the backbones with sliding windows: shorter than every text."""
 
 
-def _llama(vocabulary):
-    return LlamaConfig(vocab_size=vocabulary, **_SIZES, **_IDS)
-
-
-def _mistral(vocabulary):
-    return MistralConfig(vocab_size=vocabulary, sliding_window=ATTENTION_WINDOW, **_SIZES, **_IDS)
-
-
-def _qwen3(vocabulary):
-    return Qwen3Config(vocab_size=vocabulary, **_SIZES, **_IDS)
-
-
-def _gemma3(vocabulary):
-    kinds = ["sliding_attention", "full_attention"]
-    return Gemma3TextConfig(
-        vocab_size=vocabulary, sliding_window=ATTENTION_WINDOW, layer_types=kinds, query_pre_attn_scalar=8,
-        **_SIZES, **_IDS,
-    )  # fmt: skip
-
-
-def _gpt2(vocabulary):
-    sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.15)
-    return GPT2Config(vocab_size=vocabulary, **sizes, **_IDS)
-
-
-def _evabyte(vocabulary):
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_pred_heads=1)
-    windows = dict(window_size=9, chunk_size=3, max_position_embeddings=256, initializer_range=0.2)
-    return EvaByteConfig(vocab_size=vocabulary, **sizes, **windows, **_IDS)
-
-
+_GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.15)
+_EVABYTE = _SIZES | dict(num_attention_heads=2, num_pred_heads=1, window_size=9, chunk_size=3, initializer_range=0.2)
+_KINDS = dict(layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8)
 CONFIGS = {
-    "llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2, "evabyte": _evabyte,
-}  # fmt: skip
+    "llama": (LlamaConfig, _SIZES),
+    "qwen3": (Qwen3Config, _SIZES),
+    "mistral": (MistralConfig, _SIZES | dict(sliding_window=ATTENTION_WINDOW)),
+    "gemma3": (Gemma3TextConfig, _SIZES | _KINDS | dict(sliding_window=ATTENTION_WINDOW)),
+    "gpt2": (GPT2Config, _GPT2),
+    "evabyte": (EvaByteConfig, {k: v for k, v in _EVABYTE.items() if k not in ("num_key_value_heads", "head_dim")}),
+}
 
 
 def backbone(name: str = "llama", vocabulary: int = 48, seed: int = 1) -> PreTrainedModel:
     """A random model that never ends a text by itself."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](vocabulary)).eval()
+    config, sizes = CONFIGS[name]
+    model = AutoModelForCausalLM.from_config(config(vocab_size=vocabulary, **sizes, **_IDS)).eval()
     model.generation_config.eos_token_id = None
     return model
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenahead.generation.tensors.buffers import Buffers
+from tokenahead.generation.backbone.static import Buffers
 
 R = TypeVar("R")
 _WAITS = (

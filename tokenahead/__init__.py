@@ -28,13 +28,13 @@ from .configuration.mtp_families import MiMoConfig
 from .configuration.transformers_names import warn_of_newer_version
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.assistant.drafter import AssistantDrafter
+from .generation.backbone.static import free_buffers
 from .generation.call.grammar import GrammarConstraint
 from .generation.lookups.cascade import DrafterCascade
 from .generation.lookups.lookahead import LookaheadDrafter
 from .generation.lookups.ngram import NgramDrafter
 from .generation.lookups.recycling import RecyclingDrafter
 from .generation.lookups.suffix import SuffixDrafter
-from .generation.tensors.buffers import free_buffers
 from .modeling import (
     BlockDrafter,
     DeepSeekMTP,

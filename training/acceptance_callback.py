@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import gather_object, send_to_device
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..generation.tensors.shared_models import is_sharded, readable
+from ..generation.backbone.wrapped_models import is_sharded, readable
 from .batches import at_rest
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..generation.tensors.wrapped_models import Kwargs
+from ..generation.backbone.wrapped_models import Kwargs
 from ..modeling.common.recording import STATES, SUMMARIES
 from ..modeling.heads.losses import IGNORE
 from .utils import needs_extra

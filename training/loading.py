@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from ..configuration.mtp_families import REFUSED, count_modules, dspark_block_size
+from ..generation.backbone.wrapped_models import carries_adapters
 from ..generation.drafter import DRAFTERS
 from ..generation.tensors.saving import finish, reads_whole
 from ..generation.tensors.tensor_files import check_index, hub_options
-from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP
 from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer

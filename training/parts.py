@@ -28,8 +28,8 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..generation.backbone.wrapped_models import check_whole, is_sharded
 from ..generation.tensors.saving import PREFIX, whole_file
-from ..generation.tensors.shared_models import check_whole, is_sharded
 from .utils import one_line, replace_file
 
 logger = logging.get_logger(__name__)

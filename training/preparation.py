@@ -10,8 +10,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..configuration.transformers_names import obstacle_of_peft
+from ..generation.backbone.wrapped_models import WrapperMixin, carries_adapters
 from ..generation.drafter import BaseDrafter
-from ..generation.tensors.wrapped_models import WrapperMixin, carries_adapters
 from ..modeling.common.outputs import TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy

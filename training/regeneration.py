@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.utils import logging
 
 from ..configuration.ptp import SAMPLING
-from ..generation.tensors.wrapped_models import untyped
+from ..generation.backbone.wrapped_models import untyped
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .columns import RowReader

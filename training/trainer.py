@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils.generic import ModelOutput
 
-from ..generation.tensors.shared_models import shard
+from ..generation.backbone.wrapped_models import shard
 from ..modeling.common.outputs import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy

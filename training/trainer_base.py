@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..generation.backbone.wrapped_models import gathered_state, shares_hidden
 from ..generation.tensors.saving import finish, whole_directory
-from ..generation.tensors.shared_models import gathered_state, shares_hidden
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from .batches import BatchingMixin, Collator, Inputs

@@ -25,13 +25,12 @@ from ...configuration.fields import field, has_short_convolutions
 from ..attach import AttachableDrafter
 from ..backbone.backbones import can_roll_back, check_model
 from ..backbone.target import is_recurrent
+from ..backbone.wrapped_models import carries_adapters, check_whole, has_own_cache, uncompiled, untyped, unwrap
 from ..call.options import CallOptions, DraftOptions
 from ..contract import DraftSession
 from ..tensors.masks import check_attention
 from ..tensors.saving import reads_whole, whole_directory
-from ..tensors.shared_models import check_whole
 from ..tensors.tensor_files import check_index, hub_options
-from ..tensors.wrapped_models import carries_adapters, has_own_cache, uncompiled, untyped, unwrap
 from .session import AssistantSession, SharedVocabulary, shared_vocabulary
 from .state_readers import Gemma4Chain, borrows_states, buildable
 from .translation import CommonSession, TextSession, Tokenizers, Translation

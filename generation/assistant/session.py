@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import learned_positions
-from ..backbone.backbones import target_of
-from ..backbone.repacking import keep_all_columns, keep_window_columns
+from ..backbone.backbones import keep_all_columns, keep_window_columns, target_of
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, grow_chain
 from ..call.sequences import NewTokens, Sequences

@@ -23,11 +23,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.cache_names import cache_of
 from ..backbone.cache import RaggedLayer
+from ..backbone.wrapped_models import Kwargs, untyped
 from ..call.options import DraftOptions, grow_chain
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ..tensors.masks import additive_mask, cached_arange, to_device
-from ..tensors.wrapped_models import Kwargs, untyped
 from .session import SharedVocabulary
 
 

@@ -1,16 +1,23 @@
-"""What backbones, prompts and caches can do, and the choice of the backbone that the loop calls."""
+"""What backbones and caches can do, the choice of the target that the loop calls, and those that share one layout.
+
+Where backbones take no dense masks, or the cache cannot be rolled back, every sequence's tokens are right-aligned again
+after verification, and its left padding grows: distances between columns stay distances between tokens.
+
+    columns of the cache     before           + block of 4, new tokens 4 and 2   repacked
+    sequence 0               . a b c          . a b c d e f g                    . a b c d e f g
+    sequence 1               r s t u          r s t u v w - -                    . . r s t u v w
+
+A layer with an attention window W holds its last W - 1 columns, and those of a block until it is verified.
+"""
 
 from __future__ import annotations
 
 from inspect import Parameter, signature
+from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import (
-    Cache,
-    DynamicCache,
-    PreTrainedModel,
-    cache_utils,
-)
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -21,54 +28,166 @@ from transformers.cache_utils import (
 )
 
 from ...configuration.cache_names import CACHE, NAMES
-from ..tensors.masks import check_attention
-from ..tensors.wrapped_models import Kwargs, has_own_cache
-from .compressed import CompressedBackbone
-from .convolved import ConvolvedBackbone
-from .repacking import LockstepBackbone, RealignedBackbone
+from ..call.sequences import NewTokens
+from ..tensors.masks import cached_arange, cached_range, check_attention
+from .cache import STATES
+from .special import CompressedBackbone, ConvolvedBackbone
 from .static import PlannedCache, StaticBackbone
 from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
+from .wrapped_models import Kwargs, has_own_cache
+
+
+class RealignedBackbone(DynamicCacheBackbone):
+    """A model on transformers' caches, which are repacked; it takes chains."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.counts = self.mask.sum(1)
+        self.moved: Tensor | None = None
+        self.count = 0
+
+    def extend(self, block: Tensor, **options: Any) -> Any:
+        numbers = self.counts[:, None] + cached_range(self.count, block.shape[1], block.device)  # [B, F]
+        self.count += block.shape[1]
+        keep_all_columns(self.cache)
+        return self.model(
+            block,
+            **{CACHE: self.cache},
+            use_cache=True,
+            attention_mask=torch.nn.functional.pad(self.mask, (0, self.count), value=True) if self.is_padded else None,
+            **(self.continuation.inputs(numbers, self.last_position) | options),
+        )
+
+    def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
+        self.new_tokens = new
+        if self.replay is not None:
+            self.replay.keep(new.counts)
+        crop(self.cache, new.longest - self.count)
+        self.mask, self.count = torch.nn.functional.pad(self.mask, (0, new.longest), value=True), 0
+        self.counts = self.counts + (new.longest if new.is_even else new.on_device.to(self.counts.device))
+        if not new.is_even:
+            shifts = new.longest - new.on_device.to(self.counts.device)  # [B]
+            self.moved = shifts if self.moved is None else self.moved + shifts
+            self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
+        keep_window_columns(self.cache)
+
+    def align(self, columns: int) -> None:
+        """Drop the first columns, padding in all sequences by now: a layer with a window needs the last ones."""
+        if self.moved is not None:
+            surplus = self.mask.shape[1] - columns
+            drop_first(self.cache, columns)
+            shift_cache(self.cache, surplus - self.moved, self.mask[:, surplus:])
+
+
+class LockstepBackbone(RealignedBackbone):
+    """A model on a cache without rollback, such as a static one: one token at a time, also of sequences that ended."""
+
+    supports_rollback = False
+
+    def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
+        self.new_tokens, self.counts, self.count = new, self.counts + 1, 0
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
+        keep_window_columns(self.cache)
+
+    def align(self, columns: int) -> None:
+        pass
+
+
+def crop(cache: Cache, columns: int) -> None:
+    """Remove the last `-columns` columns from all layers that have columns: a recurrent state has none."""
+    for layer in cache.layers:
+        is_bounded = isinstance(layer, DynamicSlidingWindowLayer)
+        if is_bounded or isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            DynamicLayer.crop(layer, columns)
+        elif isinstance(layer, DynamicLayer):
+            layer.crop(columns)
+        if is_bounded and layer.is_initialized:
+            layer.cumulative_length += columns
+
+
+def drop_first(cache: Cache, columns: int) -> None:
+    """Leave the last `columns` columns, and of layers with an attention window those of them that they hold."""
+    for layer, name, dim in _states_with_columns(cache):
+        states = getattr(layer, name)
+        width = min(columns, states.shape[dim])
+        setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
+    for layer in window_layers(cache):
+        layer.cumulative_length = columns
+
+
+def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
+    """Move the columns of sequence b by `shifts[b]` [B] to the right, in every layer, and those of the mask [B, W]."""
+    source = cached_arange(mask.shape[1], shifts.device) - shifts[:, None]  # [B, W], the column that moves there
+    for layer, name, dim in _states_with_columns(cache):
+        states = getattr(layer, name)
+        index = source[:, : states.shape[dim]].to(states.device).clamp(0, states.shape[dim] - 1)  # [B, w]
+        shape = [len(states), *[1] * (dim - 1), -1, *[1] * (states.dim() - dim - 1)]
+        setattr(layer, name, states.gather(dim, index.view(shape).expand(*states.shape)))
+    return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)  # [B, W]
+
+
+def _states_with_columns(cache: Cache) -> list[tuple[object, str, int]]:
+    """Return layer, name and dimension of columns of all states of single tokens in a cache."""
+    found = ((layer, name, dim, getattr(layer, name, None)) for layer in cache.layers for name, dim in STATES)
+    return [(layer, name, dim) for layer, name, dim, held in found if held is not None and held.numel()]
+
+
+def window_layers(cache: Cache) -> list[DynamicSlidingWindowLayer]:
+    """Return the layers that forget columns, without those that share another layer's keys and hold none."""
+    return [layer for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized]
+
+
+def keep_all_columns(cache: Cache) -> None:
+    """Let no layer forget anything, until `keep_window_columns`."""
+    for layer in cache.layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.activate_past_recording()
+
+
+def keep_window_columns(cache: Cache, more: int = 0) -> None:
+    """Leave the last W - 1 columns, and some more; from now on older ones are forgotten, as in plain decoding."""
+    for layer in window_layers(cache):
+        if layer.keys is not None and layer.values is not None:
+            first = max(layer.keys.shape[-2] - (layer.sliding_window - 1) - more, 0)
+            layer.keys, layer.values = layer.keys[..., first:, :], layer.values[..., first:, :]
+        layer.record_past = False
+
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-_KINDS = (
-    DynamicLayer,
-    DynamicIndexedLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    _EMPTY,
-)
-_FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAttentionLayer)
+_FIXED = (DynamicLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, _EMPTY)
 """Layers that have a counterpart in a cache that never moves."""
+_KINDS = (*_FIXED, LinearAttentionAndFullAttentionLayer)
 _CONVOLVED = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Layers with short convolutions and attention."""
 _FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
 """Models whose mixers compute a block of several tokens otherwise than single ones, without the state before it say."""
-_CAUSAL = ("gpt_neox_japanese",)
-"""Decoders that neither config nor layers identify."""
-_IMAGES_APART = ("git",)
-"""Models whose cache begins with columns of an image, which masks lack."""
 
 
 def check_model(model: PreTrainedModel, instead: str = "attach to another backbone") -> None:
     """Refuse a model whose blocks mean something else than its tokens one by one; the message ends with `instead`."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder, and no causal language model; {instead}")
+    if (reason := _unfit(model)) is not None:
+        raise ValueError(f"{type(model).__name__}: {reason}; {instead}")
+
+
+def _unfit(model: PreTrainedModel) -> str | None:
+    kind, config = type(model), model.config
+    if config.is_encoder_decoder:
+        return "an encoder-decoder is no causal language model"
     if not isinstance(model, PreTrainedModel):  # something that stands in for one is taken at its word
-        return
-    if _looks_ahead(model):
-        raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones, it is no causal model; {instead}")
-    if not model.can_generate():
-        raise ValueError(f"{name} has no head of a language model (no GenerationMixin); {instead}")
-    if model.config.model_type in _IMAGES_APART:
-        raise ValueError(f"{name}: its cache has columns of a picture that masks lack; {instead}")
-    if not model._is_stateful and not any(_takes(type(model), cache) for cache in NAMES):
-        raise ValueError(f"{name}: its forward takes no {CACHE}; {instead}")
+        return None
+    # some decoders have a config of an encoder, and layers that are causal, or do not say it
+    is_decoder = getattr(config, "is_decoder", True) or config.model_type == "gpt_neox_japanese"
+    if not is_decoder and not any(getattr(part, "is_causal", False) for part in model.get_decoder().modules()):
+        return "is_decoder=False: its tokens attend to later ones"
+    if config.model_type == "git":
+        return "its cache has columns of a picture that masks lack"
+    if not model._is_stateful and not any(_takes(kind, cache) for cache in NAMES):
+        return f"its forward takes no {CACHE}"
     # with ALiBi only distances count; a model of states decodes plainly, or has its own rollback
     is_free = traits_of(model).has_alibi or model._is_stateful or has_own_cache(model)
     if not is_free and not any(_takes(type(part), "position_ids") for part in (model, model.get_decoder())):
-        raise ValueError(f"{name}: its forward takes no position_ids; {instead}")
+        return "its forward takes no position_ids"
+    return None
 
 
 def _takes(kind: type, name: str) -> bool:
@@ -97,13 +216,6 @@ def takes_dense_masks(model: PreTrainedModel) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _looks_ahead(backbone: PreTrainedModel) -> bool:
-    """Return whether a model is an encoder; some decoders have a config of an encoder, and layers that are causal."""
-    if getattr(backbone.config, "is_decoder", True) or backbone.config.model_type in _CAUSAL:
-        return False
-    return not any(getattr(module, "is_causal", False) for module in backbone.get_decoder().modules())
 
 
 def is_repackable(cache: Cache, traits: Traits) -> bool:

@@ -8,11 +8,10 @@
     sequence 0               . a b c          . a b c d e f g                    8
     sequence 1               r s t u          r s t u v w x y                    6: x and y are seen by nobody
 
-Keys and values are allocated once. A forward writes its own columns, and attention (`grouped_attention`) gets a view of
-the first ones; a mask, made on the device, defines what each position sees. A rollback adds to `ends`, and moves
-nothing; of a tree, the columns of the accepted path are put in a row first. A layer with an attention window is a ring:
-column c is in slot c % size, and the ring has room for the window and a block, so that nothing is overwritten that is
-still visible.
+A forward writes its own columns, and attention (`grouped_attention`) gets a view of the first ones; a mask, made on the
+device, defines what each position sees. A rollback adds to `ends`, and moves nothing; of a tree, the columns of the
+accepted path are put in a row first. A layer with an attention window is a ring: column c is in slot c % size, and
+there is room for the window and a block, so that nothing is overwritten that is still visible.
 """
 
 from __future__ import annotations
@@ -52,19 +51,14 @@ class Place(NamedTuple):
 
 
 class CacheLayout:
-    """The ends of the sequences of a batch, which all layers of a cache share.
+    """The ends of the sequences of a batch, [B] int64, which all layers of a cache share; `lengths` are on the host.
 
     Args:
         mask: [B, L] bool, the real tokens among the columns of the prompt.
         is_padded: Whether any of them is padding.
         limit: The longest sequence, prompt included.
-        span: The most columns that are read before and after `ends` until the next rollback; more are allocated later.
+        span: The most columns that are read before and after `ends` until the next rollback, as far as it is known.
         counts: [B] int64, real tokens before `ends`; None: those of the prompt.
-
-    Attributes:
-        ends: [B] int64; `lengths` are the same on the host.
-        block_offset: Where the next block begins, relative to `ends`; negative where columns are read again.
-        is_maskless: Whether attention gets no mask, and the columns up to the block's end.
     """
 
     def __init__(self, mask: Tensor, is_padded: bool, limit: int, span: int, counts: Tensor | None = None) -> None:
@@ -77,8 +71,9 @@ class CacheLayout:
         self.is_even = True
         self.capacity = rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
         self.span, self.window, self.written = span, 0, self.prompt
-        self.block_offset, self.is_maskless = 0, False
-        self.kinds: set[str] | None = None  # `mask_kinds`, as far as a mask was made
+        self.block_offset = 0  # where the next block begins, relative to `ends`; negative: columns are read again
+        self.is_maskless = False  # attention gets no mask, and the columns up to the block's end
+        self.kinds: set[str] | None = None  # of masks that layers read, as far as one was made
         self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
         self._places: dict[tuple[int, int, bool, bool, torch.device], Place] = {}
 
@@ -166,23 +161,31 @@ class CacheLayout:
     def next_rows(self, count: int) -> tuple[Tensor, Tensor | None]:
         """Return the positions [B, F] of a drafter's next `count` tokens, and their mask [B, 1, F, W] or None."""
         self.is_maskless = not self.needs_mask(count)
-        mask = None if self.is_maskless else self.visible(count)[:, None]
-        return self.positions(count), mask
+        return self.positions(count), None if self.is_maskless else self.visible(count)[:, None]
 
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens, [B, F] int64: the real tokens before each."""
         offset = self.block_offset if count == 1 else cached_range(self.block_offset, count, self.ends.device)
         return (self.counts[:, None] + offset).clamp_(min=0)
 
+    def block_columns(self, count: int) -> Tensor:
+        """Return the columns of the next block, [B, F] int64."""
+        return self.ends[:, None] + cached_range(self.block_offset, count, self.ends.device)
+
+    def real_tokens(self, count: int) -> Tensor:
+        """Return which positions of the next block are tokens, [B, F] bool."""
+        columns = self.block_columns(count)
+        if self.mask is None:
+            return columns >= 0
+        inside = self.mask.gather(1, columns.clamp(0, self.prompt - 1)) & (columns >= 0)  # [B, F]
+        return inside | (columns >= self.prompt)
+
     def has_wrapped(self, size: int) -> bool:
         """Return whether some of the columns so far share a slot among `size`."""
         return self.written > size
 
     def columns(self, width: int, size: int, count: int = 0) -> Tensor:
-        """Return the column in each slot, [1 or B, W] int64; negative where there is none yet.
-
-        Columns that a rejected draft overwrote were outside of every window already.
-        """
+        """Return the column in each slot, [1 or B, W] int64; negative where there is none yet."""
         slots = cached_arange(width, self.ends.device)[None]  # [1, W]
         if not self.has_wrapped(size):
             return slots
@@ -203,10 +206,8 @@ class CacheLayout:
             count: F.
             window: How far back a position sees, itself included; None: as far as there are columns.
             chunk: The size of chunks, in place of a window; a position sees the columns of its own chunk.
-            new: [1 or B, F, N] bool, which of the last N columns, up to its end, the block sees; None: a chain, each
-                position sees those before it.
-            depths: [1 or B, N] int64, the positions of those columns relative to `ends`; read with `new`, and a window
-                or chunks.
+            new: [1 or B, F, N] bool, which of the last N columns, up to its end, the block sees; None: a chain.
+            depths: [1 or B, N] int64, their positions relative to `ends`; read with `new`, and a window or chunks.
         """
         self.is_maskless = False
         self.reserve(count)
@@ -242,7 +243,7 @@ class CacheLayout:
         return seen
 
     def begin(self, count: int) -> None:
-        """Do nothing: slots of a block are noted where sizes are fixed alone."""
+        """Note the slots of the next block, where sizes are fixed."""
 
     def reserve(self, count: int) -> None:
         """Allocate columns for a block; layers grow when they are next written to."""
@@ -263,15 +264,8 @@ def block_mask(
 ) -> Any:
     """Return the mask [B, 1, F, W] of a block of F tokens (see `model_mask`), by kind of layer where there are several.
 
-    The bonus token and the nodes see all real columns of the cache, ancestors and themselves; in a chain, each position
-    sees those before it. None where the backbone needs no mask.
-
-    Args:
-        layout: Of a cache that never moves.
-        count: F.
-        config: The backbone's, of its text; distances in attention windows are those of columns, as in its own masks.
-        dtype: The backbone's; None: masks are for layers outside a model, which choose theirs from a dict.
-        tree: The draft; None: a chain.
+    Positions see all real columns, their ancestors in a tree (None: a chain) and themselves. None: no mask is needed.
+    Without a dtype, masks are for layers outside a model, which choose theirs from a dict.
     """
     auxiliary = None if tree is None else tree.auxiliary
     new = None if tree is None or tree.is_chain else tree.mask()  # [B, F, F]
@@ -280,7 +274,8 @@ def block_mask(
     if layout.is_maskless:
         return None
     if layout.kinds is None:
-        layout.kinds = mask_kinds(config)
+        read = getattr(config, "layer_types", None) or ()
+        layout.kinds = {kind for each in read for kind in _MASKS_OF.get(each, (each,))}
     kinds = layout.kinds
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
@@ -411,8 +406,7 @@ class RaggedLayer(CacheLayerMixin):
         return -1  # it grows
 
     def verified(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values [B, H, W, D] of the last `window` verified tokens (None: all), and their mask [B, W]
-        or None."""
+        """Return keys and values [B, H, W, D] of the last `window` (None: all) verified tokens, and a mask [B, W]."""
         layout, width = self.layout, max(self.layout.lengths)
         seen = None
         if layout.needs_mask(1) or window is not None:
@@ -420,6 +414,83 @@ class RaggedLayer(CacheLayerMixin):
             seen, width = layout.visible(1, window)[:, 0], layout.width(1, layout.size(self.is_sliding))  # [B, W]
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         return keys[:, :, :width], values[:, :, :width], seen
+
+
+class AlignedLayer(RaggedLayer):
+    """A `RaggedLayer` that gives attention the columns up to the block's end, right-aligned after zeros (GLM5-next)."""
+
+    fed = 0
+
+    def _written(self, name: str, dim: int, states: Tensor, place: Place | None = None) -> Tensor:
+        self.layout.is_maskless, self.fed = True, states.shape[dim]
+        held = super()._written(name, dim, states)
+        if self.layout.is_even:
+            return held
+        width, ends = held.shape[dim], self.layout.ends.to(held.device)
+        source = cached_arange(width, held.device) - (width - self.layout.block_offset - self.fed - ends)[:, None]
+        shape = [len(source), *[1] * (dim - 1), width, *[1] * (held.dim() - dim - 1)]
+        aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))  # as `held`
+        return aligned.masked_fill((source < 0).view(shape), 0)
+
+    def get_seq_length(self) -> int:
+        """Return the columns up to the end of the last block: what is asked after it was written."""
+        return super().get_seq_length() + self.fed
+
+
+class PositionedLayer(RaggedLayer):
+    """A `RaggedLayer` with the positions [B, 3, C] of columns, if it is the first of its cache (Qwen4-Exp).
+
+    A model puts the positions of a block behind those that it finds, but `target.note_positions` has written them.
+    """
+
+    positions: Tensor | None = None
+    shown = 0
+
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
+        self.states = (*self.states, ("positions", 2))
+        given = cast(DynamicIndexedLayer, origin).indexer_position_ids
+        if given is not None:
+            self.positions = laid_out(given.transpose(0, 1), layout.prompt - given.shape[2], 2, layout.size(False))
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions [3, B, W] of the columns that attention gets."""
+        return None if self.positions is None else self.positions[..., : self.shown].transpose(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        pass  # `note_positions` has written them
+
+    def note(self, position_ids: Tensor) -> None:
+        """Write positions of the next block, [B, F] or [1, 3 or 4, B, F], the last three rotated by."""
+        three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)  # [3, B, F]
+        self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
+
+    def restore(self, columns: int) -> DynamicLayer:
+        layer = cast(DynamicIndexedLayer, super().restore(columns))
+        positions = None if self.positions is None else self.positions[..., :columns].transpose(0, 1)
+        layer.indexer_position_ids = positions
+        return layer
+
+
+class BlockLayer(RaggedLayer):
+    """A `RaggedLayer` with keys of an index of blocks [B, 1, C, D], where its origin has them (MiniMax-M3)."""
+
+    idx_keys: Tensor | None = None
+
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
+        if "idx_keys" not in vars(origin):
+            return
+        self.own = self.states = (*self.own, ("idx_keys", 2))
+        given = vars(origin)["idx_keys"]
+        if given is not None:
+            self.idx_keys = laid_out(given, layout.prompt - given.shape[2], 2, layout.size(False))
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Write the index's keys of a block [B, 1, F, D], and return a view of the columns that attention gets."""
+        return self._written("idx_keys", 2, idx_k)
 
 
 def grouped_attention(
@@ -434,14 +505,15 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Return what transformers' "sdpa" does, without a copy of keys and values for a `model_mask`."""
     is_usual = kwargs.get("position_bias") is None
-    if attention_mask is None or not is_usual or (packed := getattr(attention_mask, PACKED, None)) is None:
-        if attention_mask is not None and is_usual and (blocks := blocks_of(attention_mask)) is not None:
-            parts = []
-            for start, stop, mask in blocks:
-                q, k, v = (each[:, :, start:stop] for each in (query, key, value))
-                parts.append(sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)[0])
-            return torch.cat(parts, 1), None  # [1, R, H, d] each
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if (packed := getattr(attention_mask, PACKED, None) if is_usual else None) is None:
+        if attention_mask is None or not is_usual or (blocks := blocks_of(attention_mask)) is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        parts = []
+        for start, stop, mask in blocks:
+            q, k, v = (each[:, :, start:stop] for each in (query, key, value))
+            parts.append(sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)[0])
+        return torch.cat(parts, 1), None  # [1, R, H, d] each
+    assert attention_mask is not None
     groups, (batch, heads, queries, _) = query.shape[1] // key.shape[1], query.shape
     if (mask := packed.get((groups, query.dtype))) is None:  # additive, [B, 1, F or groups * F, W]
         added = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(~attention_mask, -torch.inf)
@@ -474,16 +546,10 @@ def laid_out(states: Tensor, first: int, dim: int, size: int) -> Tensor:
     return slots
 
 
-def mask_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of masks that a model's layers read, of which layers with states beside attention read two."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return {kind for each in kinds for kind in _MASKS_OF.get(each, (each,))}
-
-
 def drafter_layout(view: CacheView, size: int, limit: int, span: int, name: str) -> CacheLayout:
-    """Return the layout of a drafter's cache, of a fixed size where the backbone's has one; see `CacheLayout`.
+    """Return the layout of a drafter's cache, which begins with the last `size` columns of the prompt.
 
-    The drafter has read the last `size` columns of the prompt; `name` begins the names of what the view holds for it.
+    It is of a fixed size where the backbone's is, and `name` begins the names of what the view then holds.
     """
     fixed = view.fixed_layout(size, limit, span, name)
     mask = view.mask[:, view.mask.shape[1] - size :]

@@ -4,32 +4,99 @@
     blocks    F tokens, fixed where forwards are compiled: a shorter draft is filled up with tokens that nobody sees
     inside    a tensor holds the slots of keys and values; no number of the host that changes is part of a graph
 
-There are two graphs: of blocks, and of single tokens where an adaptive length chooses them. A later call of the same
-batch and size has the same shapes and the same tensors (`buffers`): nothing is compiled or recorded again. Where the
-whole cycle has fixed shapes (`is_fixed`), only the device knows the ends of the sequences until the host has read the
-cycle, and the mask of the prompt has as many columns as the cache: nothing in a cycle depends on the prompt's length.
+A later call of the same batch and size has the same shapes and tensors (`buffers`): nothing is compiled or recorded
+again. Where the whole cycle has fixed shapes (`is_fixed`), only the device knows the ends of the sequences until the
+host has read the cycle, and nothing in a cycle depends on the prompt's length.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
-from ..tensors.buffers import Buffers, lend
-from ..tensors.masks import cached_range
-from ..tensors.wrapped_models import Kwargs, untyped
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
+from .wrapped_models import Kwargs
+
+
+class Buffers:
+    """The buffers of one call, by name; those of the last call of a model serve its next one of equal sizes."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.made = 0
+        self.graphs: dict[Hashable, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def hold(self, name: str, value: Tensor) -> Tensor:
+        """Copy a value to the buffer of a name, and return that; the buffer itself is left as it is."""
+        kept = self.tensors.get(name)
+        if kept is value:
+            return value
+        if kept is None or not _fits(kept, value):
+            with torch.inference_mode(False):  # later calls may be in another mode
+                kept = self._replaced(name, torch.empty(value.shape, dtype=value.dtype, device=value.device))
+        return kept.copy_(value)
+
+    def adopt(self, name: str, value: Tensor) -> Tensor:
+        """Return `hold` of a value, which itself becomes the buffer where none of its size is there yet."""
+        kept = self.tensors.get(name)
+        fits = kept is not None and _fits(kept, value) and kept.is_inference() == value.is_inference()
+        return self.hold(name, value) if fits else self._replaced(name, value)
+
+    def _replaced(self, name: str, value: Tensor) -> Tensor:
+        if name in self.tensors:
+            self.graphs.clear()
+        self.tensors[name], self.made = value, self.made + 1
+        return value
+
+
+def _fits(kept: Tensor, value: Tensor) -> bool:
+    """Return whether a buffer may hold the content of a value."""
+    return kept.shape == value.shape and kept.dtype == value.dtype and kept.device == value.device
+
+
+_KEPT: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDictionary()
+"""Of the last call of a model that is over."""
+
+
+def lend(model: nn.Module, borrower: object) -> Buffers:
+    """Return the buffers of a model's last call until the borrower goes; a call of another thread finds none."""
+    buffers = _KEPT.pop(model, None) or Buffers()
+    weakref.finalize(borrower, _keep, weakref.ref(model), buffers).atexit = False
+    return buffers
+
+
+def free_buffers(model: nn.Module) -> int:
+    """Free what calls with `cache_implementation="static"` keep for the next ones: caches, states, graphs.
+
+    Returns:
+        The bytes of the buffers; 0 where there were none, or a call is using them.
+    """
+    buffers = _KEPT.pop(model, None)
+    return 0 if buffers is None else buffers.nbytes
+
+
+def _keep(model: weakref.ref[nn.Module], buffers: Buffers) -> None:
+    """Keep the buffers of a call that is over, if its model is still there."""
+    if (alive := model()) is not None:
+        _KEPT[alive] = buffers
+
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 
@@ -56,21 +123,16 @@ def planned_cache(
     Where whole cycles are recorded, the compiler makes no CUDA graphs of forwards: one graph cannot hold another.
     """
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
-    cache.room = untyped(model)._previous_max_cache_length
+    generator: Any = model
+    cache.room = generator._previous_max_cache_length
     cache.has_singles, cache.is_fixed = has_singles, is_fixed
-    if untyped(model)._valid_auto_compile_criteria(model_kwargs, config):
-        how = config.compile_config or CompileConfig()
-        cache.compiled = _without_graphs(how) if is_recorded else how
+    if generator._valid_auto_compile_criteria(model_kwargs, config):
+        cache.compiled = how = copy.copy(config.compile_config or CompileConfig())
+        if is_recorded:
+            modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+            how.mode = modes.get(how.mode, how.mode)
+            how.options = None if how.options is None else how.options | {"triton.cudagraphs": False}
     return cache
-
-
-def _without_graphs(config: CompileConfig) -> CompileConfig:
-    """Return how to compile without CUDA graphs."""
-    made = copy.copy(config)
-    modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-    made.mode = modes.get(made.mode, made.mode)
-    made.options = None if made.options is None else made.options | {"triton.cudagraphs": False}
-    return made
 
 
 class FixedLayout(CacheLayout):
@@ -91,8 +153,7 @@ class FixedLayout(CacheLayout):
             self.padding = hold(f"{name}.padding", self.padding)
 
     @property
-    def counts(self) -> Tensor:
-        """A copy: `ends` change in place."""
+    def counts(self) -> Tensor:  # a copy: `ends` change in place
         return self.ends.clone() if self.padding is None else self.ends - self.padding
 
     def keep(self, new: NewTokens) -> None:
@@ -118,7 +179,7 @@ class FixedLayout(CacheLayout):
         """Note the slots of the next block."""
         self.capacity = max(self.capacity, rounded(self.limit + count))  # where the longest block was not known
         self.reserve(count)
-        columns = (self.ends[:, None] + cached_range(self.block_offset, count, self.ends.device))[:, None]  # [B, 1, F]
+        columns = self.block_columns(count)[:, None]  # [B, 1, F]
         self.block_slots = tuple(columns % self.size(is_ring) for is_ring in (False, True))
 
 
@@ -156,10 +217,7 @@ class FixedLayer(RaggedLayer):
 
 
 class DrafterLayout(FixedLayout):
-    """The ends of the sequences in a drafter's cache of a fixed size; arguments as for `drafter_layout`.
-
-    The host only knows where they began: a recorded cycle serves prompts of any length.
-    """
+    """The ends of the sequences in a drafter's cache of a fixed size, see `drafter_layout`; the host does not know."""
 
     def __init__(self, view: CacheView, size: int, limit: int, span: int, name: str) -> None:
         super().__init__(view.mask[:, view.mask.shape[1] - size :], view.is_padded, limit, span)
@@ -219,7 +277,7 @@ class StaticBackbone(RaggedBackbone):
         cache: PlannedCache = args[1]
         super().__init__(*args, limit=cache.room or 0, span=span)
         how = cache.compiled
-        self.compiled, self.how = None if how is None else untyped(self.model).get_compiled_call(how), repr(how)
+        self.compiled, self.how = None if how is None else cast(Any, self.model).get_compiled_call(how), repr(how)
         self.is_fixed = cache.is_fixed
         self.buffers = lend(self.model, self) if self.is_fixed or self.compiled is not None else None
         self.made = 0 if self.buffers is None else self.buffers.made

@@ -1,25 +1,31 @@
 """The backbone as the decoding loop sees it: a forward after every sequence's own prefix, and a rollback per sequence.
 
-Three kinds of caches: transformers' own, in which every sequence has its own end (`cache`); those of backbones
-that take no dense masks, which are repacked after every verification (`repacking`); and those that store every
-sequence's length themselves. `target_of` chooses. Knows neither distributions nor verification.
+Three kinds of caches: transformers' own, in which every sequence has its own end (`cache`) or which are repacked after
+every verification (`backbones`), and those that store every sequence's length themselves. `target_of` chooses.
+
+The state of a recurrent layer is s_t = F(s_{t-1}, x_t), with x_t its mixer's input at token t, and cannot be cropped.
+So the states before a block are cloned, every mixer's inputs of the block are remembered and, where a row keeps only
+the first c tokens, its states are restored and F is applied to x_1 .. x_c again: the mixers run alone (`Replay`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from functools import partial
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ...configuration.cache_names import CACHE
+from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import (
     chooses_blocks,
     compresses_windows,
@@ -32,18 +38,120 @@ from ...configuration.fields import (
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
-from ..tensors.wrapped_models import Kwargs
-from .cache import CacheLayout, RaggedLayer, block_mask
-from .indexed import AlignedLayer, BlockLayer, PositionedLayer
-from .replay import Replay
+from .cache import AlignedLayer, BlockLayer, CacheLayout, PositionedLayer, RaggedLayer, block_mask
+from .wrapped_models import Kwargs
+
+_STATES = ("conv_states", "recurrent_states")
+_INPUTS = ("hidden_states", "input_ids")
+_OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
+
+
+class Replay:
+    """The recurrent layers of a cache, and the mixers of a backbone without its head that read and write them."""
+
+    def __init__(self, decoder: nn.Module, cache: Cache) -> None:
+        self.cache = cache
+        self.mixers = find_mixers(decoder, cache)
+        self.before: dict[int, dict[str, dict[int, Tensor]]] = {}
+        self.inputs: dict[nn.Module, dict[str, Tensor]] = {}
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Remembers what `keep` needs of the one backbone call that is made inside, and in this thread."""
+        self.before = {index: _copies(self.cache.layers[index]) for index in self.mixers}
+        _OF_THREAD.recording = self
+        with ExitStack() as hooks:
+            hooks.callback(setattr, _OF_THREAD, "recording", None)
+            for mixer in (mixer for mixers in self.mixers.values() for mixer in mixers):
+                hooks.enter_context(mixer.register_forward_pre_hook(self._remember, with_kwargs=True))
+            yield
+
+    def _remember(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs | None = None) -> None:
+        # a hook that its thread removes while another one is about to call it gets no keyword arguments any more
+        if kwargs is None or getattr(_OF_THREAD, "recording", None) is not self:
+            return
+        given = dict(zip(inspect.signature(mixer.forward).parameters, args)) | kwargs
+        self.inputs[mixer] = {name: given[name] for name in _INPUTS if isinstance(given.get(name), Tensor)}
+
+    @torch.no_grad()
+    def keep(self, counts: list[int]) -> None:
+        """Leaves every sequence's states after the first `counts[b]` tokens of the recorded block."""
+        fed = next((inputs["hidden_states"].shape[1] for inputs in self.inputs.values()), 0)
+        for count in sorted(set(counts) - {fed}):
+            rows = [row for row, kept in enumerate(counts) if kept == count]
+            for index, mixers in self.mixers.items():
+                self._replay(index, mixers, rows, count)
+        self.before, self.inputs = {}, {}
+
+    def _replay(self, index: int, mixers: list[nn.Module], rows: list[int], count: int) -> None:
+        layer = cast(LinearAttentionCacheLayerMixin, self.cache.layers[index])
+        batch = len(self.inputs[mixers[0]]["hidden_states"])
+        # hooks may know the place of each sequence in the batch: peft's adapters of single sequences
+        is_hooked = any(module._forward_pre_hooks for mixer in mixers for module in mixer.modules())
+        fed = list(range(batch)) if is_hooked else rows
+        view = copy.copy(layer)
+        for name, states in self.before[index].items():
+            setattr(view, name, getattr(layer, name) | {i: state[fed] for i, state in states.items()})
+        view.has_previous_state = dict(layer.has_previous_state)
+        for mixer in mixers if count else ():
+            inputs = {
+                name: given[torch.tensor(fed, device=given.device), :count]  # [b, count, ...]
+                for name, given in self.inputs[mixer].items()
+            }
+            mixer(**inputs, **{str(name_of_cache(mixer.forward)): _Only(index, view)})
+        for name, states in self.before[index].items():
+            for i in states:
+                getattr(layer, name)[i][rows] = getattr(view, name)[i][[fed.index(row) for row in rows]]
+
+
+class _Only(Cache):
+    """A cache with one layer, which keeps its number."""
+
+    def __init__(self, index: int, layer: LinearAttentionCacheLayerMixin) -> None:
+        super().__init__(layers=[layer for _ in range(index + 1)])
+
+
+def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, list[nn.Module]]:
+    """The modules of a decoder that read and write the recurrent states of a cache, by layer.
+
+    The innermost module whose own code updates states is the mixer. A further one also reads the token ids.
+    """
+    found: dict[int, nn.Module] = {}
+    further: dict[int, list[nn.Module]] = {}
+    for module in decoder.modules():
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or not 0 <= index < len(cache.layers) or name_of_cache(module.forward) is None:
+            continue
+        if not isinstance(cache.layers[index], LinearAttentionCacheLayerMixin):
+            continue
+        if set(_INPUTS) <= set(inspect.signature(module.forward).parameters):
+            further.setdefault(index, []).append(module)
+        elif index not in found or _rank(type(module)) >= _rank(type(found[index])):
+            found[index] = module
+    return {index: [mixer, *further.get(index, ())] for index, mixer in found.items()}
+
+
+@functools.cache
+def _rank(kind: type[nn.Module]) -> int:
+    """Return which states the code of a class updates: 2 recurrent ones, 1 of a convolution, 0 none."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return 0
+    return 2 if "update_recurrent_state" in source else int("update_conv_state" in source)
+
+
+def _copies(layer: object) -> dict[str, dict[int, Tensor]]:
+    """Clones of a layer's states; they are updated in place."""
+    return {
+        name: {i: state.clone() for i, state in getattr(layer, name).items() if state is not None} for name in _STATES
+    }
+
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""
-_COPIED = 64
-"""Columns that may be copied for every token that may follow, where ended sequences are left out."""
+_COPIED = 64  # columns that may be copied for every token that may follow, where ended sequences are left out
 _LAYERS = (masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer)
-_ALIBI = ("bloom", "mpt")
-"""Models without other positions."""
 
 
 def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
@@ -77,7 +185,7 @@ def traits_of(model: PreTrainedModel) -> Traits:
 def _traits(config: PreTrainedConfig) -> Traits:
     text = config.get_text_config()
     blocks, windows, convolves = chooses_blocks(config), compresses_windows(config), has_short_convolutions(config)
-    has_alibi = text.model_type in _ALIBI or bool(getattr(text, "alibi", False))
+    has_alibi = text.model_type in ("bloom", "mpt") or bool(getattr(text, "alibi", False))
     reasons = {
         "attention with short convolutions": convolves,
         "an attention to compressed windows": windows,
@@ -122,7 +230,6 @@ class Target(CacheView, Protocol):
 
     def align(self, columns: int) -> None:
         """End the call: lay the cache out as the first `columns` columns of the returned sequences."""
-        ...
 
     def abandon(self) -> None:
         """End a call that failed: a user's cache keeps no layers that only our loop can use."""
@@ -132,10 +239,7 @@ class Target(CacheView, Protocol):
         return []
 
     def drop_finished(self, done: list[bool]) -> None:
-        """Leave ended sequences out of the next forwards, where that pays; their outputs are zeros then.
-
-        Nobody may read the cache after that.
-        """
+        """Leave ended sequences out of the next forwards, where it pays: outputs are zeros then, the cache is lost."""
 
 
 class OwnCacheBackbone(Target):
@@ -169,9 +273,6 @@ class OwnCacheBackbone(Target):
         if (clear := getattr(self.cache, "clear_rejected", None)) is not None:
             clear()
 
-    def align(self, columns: int) -> None:
-        pass  # every sequence continues at its own end
-
 
 class Continuation:
     """The inputs of a call's tokens after its prompt, which has `counts` [B] real tokens."""
@@ -189,8 +290,7 @@ class Continuation:
         }
 
     def inputs(self, numbers: Tensor, last_position: int | None = None) -> dict[str, Tensor]:
-        """Return the keyword arguments of a forward, from how many real tokens precede each token of the block [B,
-        F]."""
+        """Return the keyword arguments of a forward, by the `numbers` [B, F] of real tokens before the block's."""
         positions = numbers if self.start is None else numbers + self.start  # [B, F] or [axes, B, F]
         if last_position is not None:
             positions = positions.clamp(max=last_position)
@@ -211,12 +311,7 @@ class Continuation:
 class DynamicCacheBackbone(Target):
     """A model on transformers' caches, whose columns its sequences share.
 
-    Args:
-        model: The backbone.
-        cache: Its cache, with the prompt in it.
-        like: A tensor [B] on the device of the tokens.
-        mask: [B, columns of the cache], 0 for padding; None where there is none.
-        model_kwargs: Prepared keyword arguments of the prefill.
+    `cache` holds the prompt, with the padding of `mask` [B, columns]; `like` [B] is on the device of the tokens.
     """
 
     supports_rollback, has_columns, takes_trees = True, True, False
@@ -260,13 +355,7 @@ class DynamicCacheBackbone(Target):
 
 
 class RaggedBackbone(DynamicCacheBackbone):
-    """A model on a cache that never moves.
-
-    Args:
-        *args: See `DynamicCacheBackbone`.
-        limit: The longest sequence, prompt included.
-        span: The longest block, as far as it is known.
-    """
+    """A model on a cache that never moves; see `DynamicCacheBackbone`, and for `limit` and `span` `CacheLayout`."""
 
     takes_trees = True
     layout_type = CacheLayout
@@ -302,17 +391,21 @@ class RaggedBackbone(DynamicCacheBackbone):
         self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
     def _forward(self, block: Tensor, tree: DraftTree, options: Kwargs) -> TargetOutput:
-        batch = len(block)
-        if self.open is not None:
-            block = block[self.open]  # [b, F]
-            tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
+        batch, of_open = len(block), self.open
+        if of_open is not None:
+            block = block[of_open]  # [b, F]
+            tree = DraftTree(tree.tokens[of_open], tree.parents[of_open], depth=tree.depth, is_chain=tree.is_chain)
         self.layout.block_offset, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
             depths = cached_range(0, block.shape[1], block.device) if tree.is_chain else tree.positions()
             outputs = self._call(block, depths, tree, self.last_position, options)
-            if self.open is None:
+            if of_open is None:
                 return TargetOutput(outputs.logits, outputs.hidden_states)
-            spread = partial(_spread, open_ones=self.open, batch=batch)
+
+            def spread(values: Tensor) -> Tensor:  # 0 for sequences that have ended
+                every = values.new_zeros(batch, *values.shape[1:])
+                return every.index_copy_(0, of_open.to(values.device), values)
+
             return TargetOutput(spread(outputs.logits), each_state(outputs.hidden_states, spread))
         last = self.last_position if auxiliary.last_position is None else auxiliary.last_position
         outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)  # [B, F + A, V]
@@ -360,11 +453,6 @@ class RaggedBackbone(DynamicCacheBackbone):
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, RaggedLayer):
                 self.cache.layers[index] = layer.restore(columns)
-
-
-def _spread(values: Tensor, open_ones: Tensor, batch: int) -> Tensor:
-    """Return values [b, ...] of some sequences as those of all [B, ...], 0 for the others."""
-    return values.new_zeros(batch, *values.shape[1:]).index_copy(0, open_ones.to(values.device), values)
 
 
 def is_recurrent(cache: Cache) -> bool:

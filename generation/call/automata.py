@@ -1,8 +1,6 @@
-"""Constraints that are automata: every token after the prompt changes a state, which tells the tokens that may come
-next.
+"""Constraints that are automata: every token after the prompt changes a state, which tells what may come next.
 
-Automata on the host cost a wait for every drafted token, and remember their masks by state; tables of states and tokens
-(`TableAutomaton`) stay on the device.
+Automata on the host cost a wait for every drafted token; tables of states and tokens stay on the device.
 """
 
 from __future__ import annotations
@@ -19,17 +17,10 @@ from transformers import LogitsProcessor
 from ..tensors.masks import cached_arange, numbers, to_device
 from .sequences import Sequences
 
-_SEEN = 1024
-"""States that are remembered."""
-
 
 @runtime_checkable
 class OffersAutomaton(Protocol):
-    """A logits processor whose mask depends on a state.
-
-    Attributes:
-        start: The state after the prompt; states are hashable.
-    """
+    """A logits processor whose mask depends on a state; `start` is that after the prompt, and states are hashable."""
 
     start: Any
 
@@ -51,7 +42,7 @@ class _Remembered:
 
     def __init__(self, automaton: OffersAutomaton, ends: frozenset[int] = frozenset()) -> None:
         self.automaton, self.ends = automaton, ends
-        self.mask, self.step = lru_cache(_SEEN)(self._mask), lru_cache(_SEEN)(self._step)
+        self.mask, self.step = lru_cache(1024)(self._mask), lru_cache(1024)(self._step)
 
     def _mask(self, state: Hashable, size: int) -> Tensor:
         """Return the tokens that may come next, [size] bool on the host."""
@@ -69,9 +60,8 @@ class _Remembered:
 class AutomatonProcessor(LogitsProcessor):
     """A constraint that is an automaton; a subclass adds `start`, `step` and `allowed` (`OffersAutomaton`).
 
-    In plain decoding every sequence is followed from its prompt on: ids that are not those of the last call and one
-    more start over. So take a new object where a prompt is the output of the last call of `generate`, and the state
-    after it is to be `start`; where drafts are made, it always is.
+    In plain decoding, ids that are not those of the last call and one more start over. So take a new object where a
+    prompt is the output of the last call of `generate`; where drafts are made, its end always has the state `start`.
     """
 
     start: Any = None
@@ -103,9 +93,6 @@ class TableAutomaton(AutomatonProcessor):
         next_states: [S, v] integers, the state after each token; not read where a token is not allowed.
         allowed: [S, v] bool.
         start: The state after the prompt.
-
-    Raises:
-        ValueError: A state that is none.
     """
 
     def __init__(self, next_states: Tensor, allowed: Tensor, start: int = 0) -> None:
@@ -141,14 +128,10 @@ class TableAutomaton(AutomatonProcessor):
 
 
 def fitted(mask: Tensor, size: int, processor: object) -> Tensor:
-    """Return a mask [..., w] over `size` tokens; tokens that it lacks are excluded.
-
-    Raises:
-        ValueError: It is no mask, or allows a token beyond the vocabulary.
-    """
+    """Return a mask [..., w] over `size` tokens; tokens that it lacks are excluded."""
     if mask.dtype != torch.bool or (mask.shape[-1] > size and bool(mask[..., size:].any())):
-        wanted = f"must be bool, True where one of the {size} tokens may follow"
-        raise ValueError(f"allowed of {type(processor).__name__} {wanted}, and is {mask.dtype} of {mask.shape[-1]}")
+        found = f"{mask.dtype} of {mask.shape[-1]}, not bool of the {size} tokens that may follow"
+        raise ValueError(f"allowed of {type(processor).__name__} is {found}")
     return mask if mask.shape[-1] == size else pad(mask[..., :size], (0, max(size - mask.shape[-1], 0)))
 
 
@@ -164,19 +147,16 @@ class HostAutomatonState:
     def allowed(self, tokens: Sequences, paths: Tensor) -> Tensor:
         """Return masks [B, P, v] after paths [B, P, J] int64, which -1 may fill up."""
         self._follow(tokens)
-        masks = [
-            self.automaton.mask(self._after(state, path), self.size)
-            for state, of_sequence in zip(self.states, paths.tolist())
-            for path in of_sequence
-        ]
-        return to_device(torch.stack(masks), paths.device).view(*paths.shape[:2], self.size)  # [B, P, v]
+        after = [self._after(state, path) for state, found in zip(self.states, paths.tolist()) for path in found]
+        masks = torch.stack([self.automaton.mask(state, self.size) for state in after])
+        return to_device(masks, paths.device).view(*paths.shape[:2], self.size)  # [B, P, v]
 
     def likely(self, tokens: Sequences, paths: Tensor) -> list[int | None]:
         """Return, for the first path of every sequence, the token that an automaton says is likely next, if any."""
         self._follow(tokens)
-        guess = getattr(self.automaton.automaton, "likely", None)
+        guess = getattr(self.automaton.automaton, "likely", lambda state: None)
         after = [self._after(state, path[0]) for state, path in zip(self.states, paths.tolist())]
-        return [None if guess is None or state is _Free else guess(state) for state in after]
+        return [None if state is _Free else guess(state) for state in after]
 
     def _follow(self, tokens: Sequences) -> None:
         """Read the new tokens of every sequence."""

@@ -1,22 +1,25 @@
 """The tokens that a call allows: drafts are drawn under the same constraints as the target.
 
-A constraint is a logits processor that excludes tokens by giving them -inf. Which tokens it excludes after a draft is
-known before the backbone's scores where the processor is one of transformers' own, a prefix function, an automaton
-(`OffersAutomaton`), or offers a mask (`OffersMask`). All of them are applied to scores of 0, in the order of the call's
-list, after every sequence and its drafted path: tokens with -inf are not drafted.
+A constraint is a logits processor that excludes tokens by giving them -inf, and tells which without scores: one of
+transformers' own, a prefix function, an automaton (`OffersAutomaton`), or one with a mask (`OffersMask`). They are
+applied to scores of 0, in the order of the call's list, after every sequence and its drafted path.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.generation import logits_process as library
 
-from ..tensors.masks import numbers, to_device
+from ..contract import DraftTree
+from ..tensors.masks import cached_arange, numbers, to_device
 from .automata import (
     AutomatonProcessor,
     DeviceAutomatonState,
@@ -25,20 +28,153 @@ from .automata import (
     TableAutomaton,
     fitted,
 )
-from .positions import KNOWN, PathPositions, Positions, Processor, apply_known
 from .sequences import Sequences
 
-_MASKING = (
-    library.SuppressTokensLogitsProcessor,
-    library.NoRepeatNGramLogitsProcessor,
-    library.NoBadWordsLogitsProcessor,
-    library.MinLengthLogitsProcessor,
-    library.MinNewTokensLengthLogitsProcessor,
-    library.ForcedBOSTokenLogitsProcessor,
-    library.ForcedEOSTokenLogitsProcessor,
-    library.SuppressTokensAtBeginLogitsProcessor,
-)
+POINTWISE = (
+    library.TemperatureLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper, library.TopHLogitsWarper,
+    library.MinPLogitsWarper, library.TypicalLogitsWarper, library.EpsilonLogitsWarper, library.EtaLogitsWarper,
+    library.LogitNormalization, library.InfNanRemoveLogitsProcessor, library.SuppressTokensLogitsProcessor,
+)  # fmt: skip
+"""Processors that look at scores alone."""
+_BY_HISTORY = (
+    library.RepetitionPenaltyLogitsProcessor, library.NoRepeatNGramLogitsProcessor,
+    library.SequenceBiasLogitsProcessor, library.NoBadWordsLogitsProcessor,
+)  # fmt: skip
+"""Processors that look at each sequence's own ids, and for which an id beyond the vocabulary is no token."""
+_SPANS: dict[type, Callable[[Any], range]] = {
+    library.SuppressTokensLogitsProcessor: lambda p: range(sys.maxsize),
+    library.MinLengthLogitsProcessor: lambda p: range(p.min_length),
+    library.MinNewTokensLengthLogitsProcessor: lambda p: range(p.prompt_length_to_skip + p.min_new_tokens),
+    library.SuppressTokensAtBeginLogitsProcessor: lambda p: range(p.begin_index, p.begin_index + 1),
+    library.ForcedBOSTokenLogitsProcessor: lambda p: range(1, 2),
+    library.ForcedEOSTokenLogitsProcessor: lambda p: range(p.max_length - 1, p.max_length),
+}
+"""Processors that exclude tokens by the number of ids alone, and the numbers after which they do."""
+_MASKING = (*_SPANS, library.NoRepeatNGramLogitsProcessor, library.NoBadWordsLogitsProcessor)
 """Processors of transformers that exclude tokens, and do nothing else."""
+KNOWN = frozenset((*POINTWISE, *_BY_HISTORY, *_SPANS, library.ExponentialDecayLengthPenalty))
+"""Processors that are applied at all positions at once; those of no group above look at the number of ids."""
+ON_DEVICE = frozenset(POINTWISE) - {library.TopHLogitsWarper} | {library.RepetitionPenaltyLogitsProcessor}
+"""Processors for which nobody waits."""
+
+
+Processor = Callable[..., Tensor]
+"""A logits processor as it is called: with ids [N, L] and scores [N, v], for scores [N, v]."""
+
+
+class Positions:
+    """P = `size` positions after each sequence; `fill` is an id for gaps.
+
+    Each follows a path of drafted tokens: all positions of a tree, or the ends of `paths` [B, P, J] int64.
+    """
+
+    def __init__(
+        self, tokens: Sequences, fill: int, tree: DraftTree | None = None, paths: Tensor | None = None
+    ) -> None:
+        self.tokens, self.fill, self.tree = tokens, fill, tree
+        if paths is not None:
+            self.size, self.depths = paths.shape[1], range(paths.shape[2], paths.shape[2] + 1)
+            vars(self)["paths"] = paths
+        elif tree is not None:
+            self.size, self.depths = tree.tokens.shape[1] + 1, range(tree.depth + 1)
+
+    @cached_property
+    def paths(self) -> Tensor:
+        """The drafted tokens before every position, [B, P, J] int64, and -1 after the end of a path."""
+        assert (tree := self.tree) is not None
+        nodes = tree.paths()[..., 1:] - 1  # [B, P, J]
+        ids = tree.tokens.gather(1, nodes.clamp(min=0).flatten(1)).view(nodes.shape) if self.size > 1 else nodes
+        is_after = cached_arange(nodes.shape[2], nodes.device) >= tree.positions()[..., None]  # [B, P, J]
+        return ids.masked_fill(is_after, -1)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The ids before every position, right-aligned after `fill`: [B, P, W]."""
+        ids = self._aligned(self.tokens.longest)[:, None].expand(-1, self.size, -1)  # [B, P, L]
+        if not self.depths[-1]:  # nothing is drafted
+            return ids
+        ids = torch.cat([ids, self.paths], dim=-1)  # [B, P, W]
+        if self.tree is None:
+            return ids
+        missing = self.tree.depth - self.tree.positions()  # [B, P]
+        source = cached_arange(ids.shape[2], ids.device) - missing[..., None]  # [B, P, W]
+        return ids.gather(2, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Ids before every position, [B P]."""
+        drafted = self.depths[0] if self.tree is None else self.tree.positions()  # or [1 or B, P]
+        return (self.tokens.ends[:, None] + drafted).expand(-1, self.size).flatten()
+
+    def _aligned(self, longest: int) -> Tensor:
+        """Return the sequences themselves, right-aligned after `fill`: [B, W]."""
+        ids = self.tokens.ids[:, :longest]
+        if min(self.tokens.lengths) == longest:
+            return ids
+        source = cached_arange(longest, ids.device) - (longest - self.tokens.ends)[:, None]  # [B, W]
+        return ids.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)  # [B, W]
+
+    def by_length(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield every length, and which of the B P positions have it."""
+        lengths = self.lengths
+        for length in sorted({n + depth for n in self.tokens.lengths for depth in self.depths}):
+            yield length, lengths == length
+
+
+class _Fills(TorchFunctionMode):
+    """Fills slices with Python's numbers without making tensors of these, which a recording would hold."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float)):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(place, slice) or place is ... for place in places):
+                return args[0][places].fill_(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def apply_pointwise(processor: Any, scores: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Return scores [N, v] after one of the processors that look at scores alone; nobody waits."""
+    if type(processor) is library.EtaLogitsWarper:  # there, the distribution that has an entropy checks its numbers
+        probs, keep = scores.softmax(-1), min(processor.min_tokens_to_keep, scores.shape[-1])
+        entropy = torch.distributions.Categorical(logits=scores, validate_args=False).entropy()[:, None]  # [N, 1]
+        least = torch.minimum(processor.epsilon, processor.epsilon.sqrt() * torch.exp(-entropy))
+        is_low = (probs < least) & (scores < scores.topk(keep).values[:, -1:])
+        return scores.masked_fill(is_low, processor.filter_value)
+    with _Fills():
+        return processor(ids, scores)
+
+
+def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
+    """Return scores [B P, v] after one of transformers' processors that are `KNOWN`."""
+    if type(processor) in POINTWISE:
+        return apply_pointwise(processor, flat, positions.tokens.ids[:, :0])
+    if type(processor) in _BY_HISTORY:
+        ids = positions.ids.flatten(0, 1)  # [B P, W]
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if ignored is not None:
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = None
+            ids = _without_prompt(ids, positions, ignored)
+        return processor(ids, flat)
+    result = flat.clone()
+    for length, chosen in positions.by_length():
+        ids = positions.tokens.ids[:1, :1].expand(len(flat), length)  # it looks at their number only
+        if flat.device.type == "cpu":  # where nothing waits for their number, only these rows
+            rows = chosen.nonzero()[:, 0]
+            result[rows] = processor(ids[: len(rows)], flat[rows])
+        else:
+            result = torch.where(chosen[:, None], processor(ids, flat), result)
+    return result
+
+
+def _without_prompt(ids: Tensor, positions: Positions, ignored: int | Tensor) -> Tensor:
+    """Return right-aligned ids [B P, W] without the first `ignored` (per sequence, where a tensor)."""
+    if isinstance(ignored, Tensor):
+        ignored = ignored.to(ids.device).repeat_interleave(positions.size)
+    start = ids.shape[1] - positions.lengths + ignored  # [B P]
+    return ids.masked_fill(cached_arange(ids.shape[1], ids.device) < start[:, None], positions.fill)
 
 
 @runtime_checkable
@@ -48,8 +184,7 @@ class OffersMask(Protocol):
     def allowed(self, sequences: Tensor, /) -> Tensor:
         """Return which tokens may follow sequences [N, L] int64: [N, v] bool.
 
-        They have the padding of the prompt, as in `__call__`, but are N sequences of any kind in any order. The mask of
-        ids after an end, or after an excluded token, is not used.
+        They have the padding of the prompt, as in `__call__`, but are N sequences of any kind in any order.
         """
         ...
 
@@ -86,10 +221,7 @@ class Constraints:
         self.of_lengths: dict[tuple[int, ...], Tensor] = {}
 
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
-        """Return the tokens that a draft after every sequence may hold; None: all.
-
-        `is_warped` drafts are drawn from distributions after processors of scores alone.
-        """
+        """Return the tokens that drafts may hold, `is_warped` by processors of scores alone; None: all."""
         shortest, spans = min(tokens.lengths), map(_span, self.all)
         acting = [p for p, span in zip(self.all, spans) if span is None or shortest < span.stop]
         if all(is_warped and type(p) is library.SuppressTokensLogitsProcessor for p in acting):
@@ -104,10 +236,7 @@ class Constraints:
         return device.type == "cpu" and any(bool((table.masks.sum(1) == 1).any()) for table in tables)
 
     def by_length(self, lengths: list[int], size: int, device: torch.device) -> Tensor | None:
-        """Return the mask [B or 1, 1, v] after so many ids where it depends on nothing else, or None.
-
-        It is made once for all lengths at which the same processors act.
-        """
+        """Return the mask [B or 1, 1, v] after so many ids where it depends on nothing else, or None; made once."""
         spans, masks = [span for span in map(_span, self.all) if span is not None], []
         if len(spans) < len(self.all):
             return None
@@ -158,13 +287,12 @@ class DraftMasks:
     def allowed(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the mask of the next tokens of all paths, in the shape of their distributions: [B, v] or [B, P, v].
 
-        All tokens are allowed after an end or an excluded token, and where none would be: such drafts are never
-        accepted.
+        After an end or an excluded token, and where none would be, all are allowed: such drafts are never accepted.
         """
         size, (batch, paths, depth) = shape[-1], self.paths.shape
         mask = self.constraints.by_length([n + depth for n in self.tokens.lengths], size, self.paths.device)
         if mask is None:
-            positions = PathPositions(self.tokens, self.paths, fill=size)
+            positions = Positions(self.tokens, size, paths=self.paths)
             flat = torch.zeros(batch * paths, size, device=self.paths.device)  # [B P, v]
             for processor in self.processors:
                 flat = self.constraints.applied(processor, positions, flat, self.alive)
@@ -210,23 +338,9 @@ def _or_all(mask: Tensor) -> Tensor:
     return mask | ~mask.any(-1, keepdim=True)
 
 
-def _span(processor: Any) -> range | None:
-    """Return the numbers of ids after which a processor excludes something; None: that depends on the ids
-    themselves."""
-    match type(processor):
-        case library.SuppressTokensLogitsProcessor:
-            return range(sys.maxsize)
-        case library.MinLengthLogitsProcessor:
-            return range(processor.min_length)
-        case library.MinNewTokensLengthLogitsProcessor:
-            return range(processor.prompt_length_to_skip + processor.min_new_tokens)
-        case library.SuppressTokensAtBeginLogitsProcessor:
-            return range(processor.begin_index, processor.begin_index + 1)
-        case library.ForcedBOSTokenLogitsProcessor:
-            return range(1, 2)
-        case library.ForcedEOSTokenLogitsProcessor:
-            return range(processor.max_length - 1, processor.max_length)
-    return None
+def _span(processor: object) -> range | None:
+    """Return the numbers of ids after which a processor excludes something; None: that depends on the ids."""
+    return _SPANS[type(processor)](processor) if type(processor) in _SPANS else None
 
 
 def _of_function(

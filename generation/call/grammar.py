@@ -17,13 +17,7 @@ from .automata import AutomatonProcessor
 
 @runtime_checkable
 class ByteTokenizer(Protocol):
-    """A tokenizer that says which bytes its tokens are, and that has a token for every byte.
-
-    Attributes:
-        eos_token_id: As of any tokenizer, like the next two.
-        bos_token_id: None where it has none.
-        all_special_ids: Ids that stand for no text.
-    """
+    """A tokenizer that says which bytes its tokens are, and that has a token for every byte."""
 
     eos_token_id: int | None
     bos_token_id: int | None
@@ -45,10 +39,6 @@ class GrammarConstraint(AutomatonProcessor):
         json_schema: The text is JSON of this schema (a dict, or JSON itself).
         regex: The whole text matches this expression, in the syntax of Rust's `regex`.
         grammar: The text is of this grammar, in llguidance's dialect of Lark.
-
-    Raises:
-        ImportError: llguidance is not installed.
-        ValueError: Not exactly one of the three, one that cannot be read, or another kind of tokenizer.
 
     Example:
         >>> constraint = GrammarConstraint(tokenizer, regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -73,17 +63,11 @@ class GrammarConstraint(AutomatonProcessor):
             from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
             from llguidance.hf import from_tokenizer
         except ImportError:
-            raise ImportError(
-                "GrammarConstraint needs 'llguidance', of tokenahead[constraints]: in a checkout, "
-                "pip install '.[constraints]'"
-            ) from None
-        if json_schema is not None:
-            schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-            compiled = LLMatcher.grammar_from_json_schema(schema)
-        elif regex is not None:
-            compiled = LLMatcher.grammar_from_regex(regex)
-        else:
-            compiled = LLMatcher.grammar_from_lark(grammar or "")
+            raise ImportError("GrammarConstraint needs 'llguidance': pip install tokenahead[constraints]") from None
+        if json_schema is not None and not isinstance(json_schema, str):
+            json_schema = json.dumps(json_schema)
+        read = {"json_schema": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex}
+        compiled = read.get(names[0], LLMatcher.grammar_from_lark)(json_schema or regex or grammar or "")
         self.size = len(tokenizer)
         if isinstance(tokenizer, ByteTokenizer):
             self.tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))

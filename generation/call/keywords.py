@@ -1,8 +1,7 @@
 """Keyword arguments of the backbone in every forward of a call, besides ids, cache, mask and positions.
 
-transformers' own loop calls the model's `prepare_inputs_for_generation` before every forward, and its
-`_update_model_kwargs_for_generation` after it. Those of transformers return the same values after every prompt: they
-are called once. Those of a user's class may compute values from the tokens and their columns, which no block can get.
+transformers' own `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation` return the same values after
+every prompt: they are called once. Those of a user's class may compute values from the tokens, which no block can get.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
 from ...configuration.cache_names import CACHE, NAMES
-from ..tensors.wrapped_models import Kwargs, is_base
+from ..backbone.wrapped_models import Kwargs, is_base
 
-_TYPES = {"token_type_ids", "mm_token_type_ids"}
-"""Kinds of tokens, which `backbone.target.Continuation` continues."""
+_TYPES = {"token_type_ids", "mm_token_type_ids"}  # kinds of tokens, which `backbone.target.Continuation` continues
 _OURS = {
     "input_ids", "attention_mask", "position_ids", *NAMES, *_TYPES, "cache_position", "use_cache", "logits_to_keep",
     "labels", "return_dict", "output_attentions", "output_hidden_states", "inputs_embeds", "next_sequence_length",
@@ -47,7 +45,6 @@ class _AtLength(Cache):
         self.length = length
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the length."""
         return self.length
 
 
@@ -65,10 +62,7 @@ class Keywords:
 
 
 def keywords_of(model: PreTrainedModel, model_kwargs: Kwargs, prompt: Tensor) -> Keywords | str:
-    """Return the keyword arguments of forwards after a prompt [B, L], or an obstacle to blocks, in the user's words.
-
-    `model_kwargs` are those of the prefill.
-    """
+    """Return the keyword arguments of forwards after a prompt [B, L], by those of its own, or an obstacle to blocks."""
     prepare = cast(Callable[..., Kwargs], model.prepare_inputs_for_generation)
     update = cast(Callable[..., Kwargs], model._update_model_kwargs_for_generation)
     kind, owner = type(model).__name__, prepare.__self__ if ismethod(prepare) else model

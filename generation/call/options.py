@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..backbone.wrapped_models import Kwargs
 from ..contract import DraftTree
 from ..tensors.sampling import draw
-from ..tensors.wrapped_models import Kwargs
 from .constraints import DraftMasks
 from .processing import Processing
 from .sequences import Sequences
@@ -24,41 +24,28 @@ GENERATE_KWARGS = (
     "verification", "draft_tree", "uniforms", "seed", "slot_budget", "draft_vocabulary", "scope",
 )  # fmt: skip
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
-_ANY = 1 << 31
-"""More tokens than any call has."""
+_ANY = 1 << 31  # more tokens than any call has
 Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]
 """Keyword arguments and configs, of which the first that sets an option decides."""
 LONGEST_PATH = 32
 """More tokens than a path of any usual draft has: drafts of the longest sequences go beyond the end, and slots follow
 them. Shorter ones are never cut before a call, so that what schedules learned holds for calls of any length."""
-_LARGEST_TREE, _MOST_BRANCHES = 96, 16
-"""The same for the tokens of a tree, and for the branches of one without a size."""
+_LARGEST_TREE, _MOST_BRANCHES = 96, 16  # the same for the tokens of a tree, and for the branches of one without a size
 _ASSISTED = "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of one call of `generate`; a drafter completes them in `prepare_call`.
+    """Options of one call of `generate`; a drafter completes them in `prepare_call`."""
 
-    Attributes:
-        use_mtp: Speculate (True: or raise an error with the reason; None: where possible; False: not).
-        threshold: A chain ends with a token that its own distribution gave less probability in every sequence; 0:
-            never. Trees, n-grams and parallel token prediction ignore it.
-        draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
-        extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget` of parallel token prediction,
-            `draft_vocabulary` of sequential modules, `scope` of look-ups that remember text, tokenizers of
-            assistants.
-        needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from the call's uniforms.
-    """
-
-    use_mtp: bool | None = None
+    use_mtp: bool | None = None  # True: or raise an error with the reason; None: where possible
     verification: str | None = None
     num_assistant_tokens: int | None = None
     schedule: str = "constant"
-    threshold: float = 0.0
-    draft_tree: Kwargs | list[tuple[int, ...]] | str | None = None
-    extra: Kwargs = field(default_factory=dict)
-    needs_our_loop: bool = False
+    threshold: float = 0.0  # a chain ends with a token that its own distribution gave less in every sequence; 0: never
+    draft_tree: Kwargs | list[tuple[int, ...]] | str | None = None  # options, rank paths, "auto"; None: a chain
+    extra: Kwargs = field(default_factory=dict)  # of one kind of drafter only: a seed, a draft vocabulary, tokenizers
+    needs_our_loop: bool = False  # even where nothing is drafted: tokens come from the call's uniforms
     speculates: bool = False
 
     @property
@@ -69,8 +56,7 @@ class CallOptions:
     def cut(self, backbone: PreTrainedModel, prompt: Tensor, max_length: int | None) -> CallOptions:
         """Return the options without drafts that the call cannot use, before anything is allocated for them.
 
-        Paths and trees are bounded by the tokens that are left, or by the context. With a seed, text must not depend
-        on the length limit, so that only the context bounds it.
+        With a seed, text must not depend on the length limit, so that only the context bounds paths and trees.
         """
         context = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or _ANY
         left = _ANY if max_length is None or self.needs_our_loop else max_length - prompt.shape[1]
@@ -86,11 +72,7 @@ class CallOptions:
 
     @classmethod
     def read(
-        cls,
-        own: Kwargs,
-        sources: Sources,
-        left_out: tuple[str, ...] = (),
-        of_assistant: GenerationConfig | None = None,
+        cls, own: Kwargs, sources: Sources, left_out: tuple[str, ...] = (), of_assistant: GenerationConfig | None = None
     ) -> CallOptions:
         """Take every option from the first source that sets it, and validate it.
 
@@ -99,26 +81,25 @@ class CallOptions:
             sources: Keyword arguments, the config that was passed, the model's own config.
             left_out: Names of `GENERATE_KWARGS` that are read from `own` alone.
             of_assistant: The config of a model that drafts, the last source of how many tokens it drafts.
-
-        Raises:
-            ValueError: An invalid value; the message names the option and the valid values.
         """
         use_mtp = first_set("use_mtp", sources)
         number, schedule, threshold = (first_set(name, (*sources, of_assistant)) for name in _ASSISTED)
-        _check(use_mtp, number, schedule, threshold)
+        is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        is_share = isinstance(threshold, (int, float)) and 0 <= threshold <= 1
+        if use_mtp not in (None, True, False):
+            raise ValueError(f"use_mtp={use_mtp!r} must be True, False or None")
+        if not (number is None or is_number):
+            raise ValueError(f"num_assistant_tokens={number!r} must be a whole number of at least 1")
+        if schedule not in (None, *SCHEDULES):
+            raise ValueError(f"num_assistant_tokens_schedule={schedule!r} must be one of {SCHEDULES}")
+        if not (threshold is None or is_share):
+            raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie in 0 .. 1")
         values = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in GENERATE_KWARGS}
         extra, call = {name: values[name] for name in GENERATE_KWARGS[2:] if values[name] is not None}, sources[:1]
         if (tokenizer := first_set("assistant_tokenizer", call)) is not None:
             extra |= {"assistant_tokenizer": tokenizer, "tokenizer": first_set("tokenizer", call)}
-        return cls(
-            use_mtp=use_mtp,
-            verification=values["verification"],
-            num_assistant_tokens=number,
-            schedule=schedule or "constant",
-            threshold=threshold or 0.0,
-            draft_tree=values["draft_tree"],
-            extra=extra,
-        )
+        assisted = number, schedule or "constant", threshold or 0.0
+        return cls(use_mtp, values["verification"], *assisted, values["draft_tree"], extra)
 
 
 def first_set(name: str, sources: Sources) -> Any:
@@ -128,19 +109,6 @@ def first_set(name: str, sources: Sources) -> Any:
         if value is not None:
             return value
     return None
-
-
-def _check(use_mtp: object, number: object, schedule: object, threshold: object) -> None:
-    is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-    is_share = isinstance(threshold, (int, float)) and 0 <= threshold <= 1
-    wrong = {
-        f"use_mtp={use_mtp!r} must be True, False or None": use_mtp not in (None, True, False),
-        f"num_assistant_tokens={number!r} must be a whole number of at least 1": number is not None and not is_number,
-        f"num_assistant_tokens_schedule={schedule!r} must be one of {SCHEDULES}": schedule not in (None, *SCHEDULES),
-        f"assistant_confidence_threshold={threshold!r} must lie in 0 .. 1": threshold is not None and not is_share,
-    }
-    if (reason := next((text for text, is_wrong in wrong.items() if is_wrong), None)) is not None:
-        raise ValueError(reason)
 
 
 class NumberCheck:
@@ -163,30 +131,18 @@ class NumberCheck:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DraftOptions(CallOptions):
-    """The options of one call with what transformers prepared, for its draft session and verifier.
-
-    Attributes:
-        backbone: The target model.
-        do_sample: Whether tokens are drawn.
-        processors: The target's logits processors; `processing` applies them.
-        max_length: Tokens of the longest sequence, prompt included.
-        prompt: [B, L] int64.
-        pad: Id that `generate` writes after a sequence's end.
-        cache: The `cache_implementation` of the call.
-        ends: Ids that end a sequence.
-        numbers: What the drafts of a cycle were chosen from.
-    """
+    """The options of one call with what transformers prepared, for its draft session and verifier."""
 
     backbone: PreTrainedModel
     draft_tree: Kwargs | None = None  # complete by now (`growth.tree_options`)
     do_sample: bool
-    processors: LogitsProcessorList
-    max_length: int
-    prompt: Tensor
-    pad: int = 0
-    cache: str | None = None
-    ends: frozenset[int] = frozenset()
-    numbers: NumberCheck = field(default_factory=NumberCheck)
+    processors: LogitsProcessorList  # the target's; `processing` applies them
+    max_length: int  # tokens of the longest sequence, prompt included
+    prompt: Tensor  # [B, L] int64
+    pad: int = 0  # id that `generate` writes after a sequence's end
+    cache: str | None = None  # the `cache_implementation` of the call
+    ends: frozenset[int] = frozenset()  # ids that end a sequence
+    numbers: NumberCheck = field(default_factory=NumberCheck)  # what the drafts of a cycle were chosen from
 
     @classmethod
     def of_call(
@@ -230,8 +186,7 @@ class DraftOptions(CallOptions):
     def masks(self, tokens: Sequences, is_warped: bool | None = None) -> DraftMasks | None:
         """Return the tokens that a draft after every sequence may hold under the call's constraints; None: all.
 
-        `is_warped` drafts are drawn from distributions that `choose` or `grow` made; None: where the call samples, but
-        for trees of likely tokens.
+        `is_warped` drafts are drawn from distributions that `choose` or `grow` made, as by default where calls sample.
         """
         if not self.processors:
             return None
@@ -248,8 +203,7 @@ class DraftOptions(CallOptions):
     ) -> tuple[Tensor, Tensor | None]:
         """Return a token [B] of a chain, which extends `masks`, and the distribution [B, V] that it was drawn from.
 
-        The distribution is in float32 at least: warped where drawn, raw where greedy with a threshold, None where
-        greedy without one. Arguments as for `draft_probs`, with logits [B, v].
+        It is warped where drawn, raw where greedy with a threshold, else None. Arguments as for `draft_probs`.
         """
         if not (self.do_sample or self.threshold) and (masks is None or draft_ids is None):
             if masks is not None:
@@ -268,10 +222,9 @@ class DraftOptions(CallOptions):
         return distribution is not None and bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
     def sure_length(self, draft: Tensor, probs: Tensor) -> int:
-        """Return how many tokens of whole drafts [B, m] to verify: the first of which no sequence was sure is the last.
+        """Return how many tokens of whole drafts [B, m], drawn from probs [B, m, V], to verify; the host waits for it.
 
-        The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
-        by its own tokens alone.
+        The first of which no sequence was sure is the last: a draft ends by its own tokens alone.
         """
         chances = probs.gather(-1, draft[..., None])[..., 0]  # [B, m]
         *unsure, _ = (chances < self.threshold).all(0).tolist()  # by position
@@ -283,8 +236,7 @@ def grow_chain(
 ) -> DraftTree:
     """Return a chain of 1 to `length` tokens; it ends with a token that no sequence is sure of.
 
-    `step` goes from the last drafted token [B] (None at first) to the next one, and the distribution [B, V] that it was
-    drawn from.
+    `step` goes from the last drafted token [B] (None at first) to the next one and its distribution [B, V].
     """
     drafts, probs = list[Tensor](), list[Tensor | None]()
     while len(drafts) < length and not (drafts and options.threshold and options.is_unsure(drafts[-1], probs[-1])):
@@ -301,10 +253,7 @@ def block_chain(
     draft_ids: Tensor | None = None,
     vocab_size: int = 0,
 ) -> DraftTree:
-    """Return a chain of a token for each position, up to the first that no sequence is sure of.
-
-    No drafted token changes the logits [B, m, v]; the other arguments are those of `DraftOptions.choose`.
-    """
+    """Return a chain of tokens from logits [B, m, v] that none of them changes; see `DraftOptions.choose`."""
     # m drafts [B], each with its distribution [B, V] or None
     drafts, probs = zip(*(options.choose(step, draft_ids, vocab_size, masks) for step in logits.unbind(1)))
     length = options.sure_length(torch.stack(drafts, 1), torch.stack(probs, 1)) if options.threshold else len(drafts)
@@ -321,10 +270,7 @@ def chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: 
 def chosen(
     distribution: Tensor, options: DraftOptions, masks: DraftMasks | None, draft_ids: Tensor | None = None
 ) -> Tensor:
-    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; it extends `masks`.
-
-    `draft_ids` are the only tokens that the distribution has where there are no masks; masks may leave others alone.
-    """
+    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; it extends `masks`."""
     if not options.do_sample:
         token = distribution.argmax(-1)  # [B]
     elif draft_ids is None or masks is not None:
@@ -350,7 +296,7 @@ def draft_probs(
         options: Of the call.
         draft_ids: [v] int64, the token ids of the columns of logits; None: every token, in order.
         vocab_size: V; not read where every token has a column.
-        masks: The tokens that may be drafted now (`DraftOptions.masks`).
+        masks: The tokens that may be drafted now.
     """
     probs, is_part = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1), False
     options.numbers.note(probs[..., 0])

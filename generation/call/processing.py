@@ -1,10 +1,8 @@
 """Logits processors at several positions after the sequences of a batch. Knows neither drafters nor models.
 
-transformers' processors take the ids so far [B, L] and the scores of one position [B, v]. Here a sequence has scores
-for several positions, each after different ids, and sequences have different lengths. The library's own processors run
-once over all positions. Where the list holds any other, it runs length by length, with all B sequences of the batch in
-their order, so that a processor may know them by their index; sequences of another length pass their newest ids (after
-padding, where they are shorter), and their result is dropped.
+transformers' own run once over all positions. Where the list holds any other, it runs length by length, with all B
+sequences of the batch in their order, so that a processor may know them by their index; sequences of another length
+pass their newest ids (after padding, where they are shorter), and their result is dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +18,18 @@ from transformers.generation import logits_process as library
 
 from ..contract import DraftTree
 from ..tensors.masks import numbers
-from .constraints import Constraints, allowed_ids, is_automaton, offers_automaton, offers_mask
-from .positions import KNOWN, POINTWISE, Processor, TreePositions, apply_pointwise
+from .constraints import (
+    KNOWN,
+    POINTWISE,
+    Constraints,
+    Positions,
+    Processor,
+    allowed_ids,
+    apply_pointwise,
+    is_automaton,
+    offers_automaton,
+    offers_mask,
+)
 from .sequences import Sequences
 from .state import StateWatch, is_stateless
 
@@ -29,10 +37,7 @@ _COUNTING = (library.UnbatchedClassifierFreeGuidanceLogitsProcessor, library.Syn
 
 
 def counts_calls(processor: LogitsProcessor) -> bool:
-    """Return whether a processor must be called once for every token, and never for one that may be rejected.
-
-    The library's own are known; a user's processor has an attribute `counts_calls = True`, or is found by `StateWatch`.
-    """
+    """Return whether a processor must be called once for every token, as a user's says by `counts_calls = True`."""
     return isinstance(processor, _COUNTING) or bool(getattr(processor, "counts_calls", False))
 
 
@@ -58,19 +63,12 @@ class Processing:
         self.constraints = Constraints(self.processors, ends, prompt_length)
 
     def __call__(self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool]) -> Tensor:
-        """Return the target's scores [B, m + 1, v].
-
-        Args:
-            tokens: The sequences.
-            logits: [B, m + 1, v] float32; position 0 follows the last token of its sequence.
-            tree: The draft after them, m nodes.
-            done: Sequences that have ended; their scores are arbitrary.
-        """
+        """Return the target's scores [B, m + 1, v] of logits after a draft; arbitrary for sequences that are done."""
         if not self.processors:
             return logits
         if not self.is_known:
             return self._by_length(tokens, logits, tree, done)[0]
-        positions, flat = TreePositions(tokens, tree, logits.shape[-1]), logits.flatten(0, 1)
+        positions, flat = Positions(tokens, logits.shape[-1], tree), logits.flatten(0, 1)
         for processor in self.processors:
             flat = self.constraints.applied(processor, positions, flat, None)
         return flat.view(logits.shape)
@@ -93,7 +91,7 @@ class Processing:
         ids, empty = tokens.columns(0, min(lengths), self.pad), DraftTree.chain(tokens.ids[:, :0])
         for processor in self.processors:
             if is_automaton(processor):
-                paths = TreePositions(tokens, empty, self.pad).paths
+                paths = Positions(tokens, self.pad, empty).paths
                 mask = self.constraints.of_automaton(processor, tokens, paths, scores.shape[-1])[:, 0]  # [B, v]
                 scores = scores.masked_fill(~mask, -torch.inf)
             else:
@@ -106,19 +104,13 @@ class Processing:
         return StateWatch(unknown) if unknown else None
 
     def _by_length(
-        self,
-        tokens: Sequences,
-        logits: Tensor,
-        tree: DraftTree,
-        done: list[bool],
-        is_over: Callable[[], bool] = lambda: False,
+        self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool], is_over: Callable[[], bool] = bool
     ) -> tuple[Tensor, int]:
-        """Apply the whole list at one length after the other, along paths until they meet a token that it excludes.
+        """Apply the whole list at one length after the other, along paths until they meet an end or an excluded token.
 
-        What follows such a token, or an end, is never used, and a constraint need not know it. Return also the length
-        after which it `is_over`, or more than any.
+        Return also the length after which it `is_over`, or more than any.
         """
-        positions, size = TreePositions(tokens, tree, self.pad), logits.shape[-1]
+        positions, size = Positions(tokens, self.pad, tree), logits.shape[-1]
         output, ids, offered = logits.clone(), positions.ids, dict[int, Tensor]()
         for processor in self.processors:
             if is_automaton(processor):
@@ -168,8 +160,7 @@ class Processing:
     def warp(self, probs: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return draft probabilities [..., v] after the processors of scores alone, within `allowed` [..., v].
 
-        A draft may have any distribution, so that processors which read prefixes are left out: a mask replaces them.
-        Where the distribution has none of the allowed tokens, the result is uniform over them.
+        A mask replaces those that read prefixes. Where no allowed token is possible, the result is uniform over them.
         """
         if not self.pointwise and allowed is None:
             return probs
@@ -216,8 +207,7 @@ def _on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _layers(lengths: list[int], depths: list[list[int]], done: list[bool]) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield lengths in rising order, with one position of that length for some sequences; all positions of open ones
-    come."""
+    """Yield rising lengths, with one position of that length for some sequences, until all of open ones have come."""
     layers: dict[tuple[int, int], dict[int, int]] = {}
     for index, (length, of_sequence) in enumerate(zip(lengths, depths)):
         met = Counter[int]()

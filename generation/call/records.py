@@ -26,10 +26,7 @@ class Records:
         self.prompt: tuple[Tensor | None, ...] | None = None
 
     def add(self, outputs: TargetOutput, scores: Tensor, counts: list[int], is_prefill: bool = False) -> None:
-        """Add the first `counts[b]` steps of sequence b: logits and scores [B, k, v], hidden states [B, k, D] by layer.
-
-        In the prefill, hidden states are the prompt's [B, L, D], which make the first entry.
-        """
+        """Add the first `counts[b]` steps of sequence b: logits and scores [B, k, v], hidden states [B, k, D]."""
         values = {"scores": scores, "logits": outputs.logits}
         if "hidden" in self.steps and is_prefill:
             self.prompt = outputs.hidden_states

@@ -37,8 +37,7 @@ class AcceptanceRates:
             self.overall = [_DECAY_OVERALL * old + new for old, new in zip(self.overall, fresh)]
 
     def survival(self) -> list[float]:
-        """Return S_1 .. S_longest: the product of the rates per position, each drawn towards the rate of all
-        positions."""
+        """Return S_1 .. S_longest: the product of the rates per position, each drawn towards that of all positions."""
         overall = self.overall[0] / self.overall[1]
         shares, survival = [], 1.0
         for hits, trials in zip(self.hits, self.trials):
@@ -50,9 +49,7 @@ class AcceptanceRates:
 class CycleCosts:
     """Seconds of a cycle by draft length: the median of the newest ones, between measured lengths a straight line.
 
-    Costs are not linear as a whole: the first drafted token costs the draft itself, and the next ones little more. The
-    speed of a machine varies, and lengths are tried at different times: each cycle's time is normalised by the current
-    machine speed, so that a length tried long ago is comparable with the one tried now.
+    Times are normalised by the machine's speed at their time, so that lengths that were tried long ago compare.
     """
 
     def __init__(self) -> None:
@@ -87,17 +84,14 @@ class CycleCosts:
 
 
 class AdaptiveSchedule:
-    """The length with the most expected tokens per second.
+    """The length with the most expected tokens per second, of 0 (plain decoding) to `longest`.
 
     Drafting m tokens yields 1 + S_1 + ... + S_m tokens on average (`AcceptanceRates.survival`), in the seconds that
-    such cycles took. m = 0 is plain decoding, and drafts must promise 6 % more than it.
-    Lengths that were not tried for long (none at all, the longest, the neighbours) are tried now and then, so rarely
-    that it costs about 2 %.
+    such cycles took. Lengths that were not tried for long are tried now and then, at about 2 % of all time.
 
     Args:
         longest: Upper bound of the length.
-        lookahead: Cycles between asking for a draft and having it: 1 where the forward of one cycle makes the draft of
-            the next, else 0.
+        lookahead: 1 where the forward of one cycle makes the draft of the next, else 0.
     """
 
     def __init__(self, longest: int, lookahead: int = 0) -> None:
@@ -132,12 +126,9 @@ class AdaptiveSchedule:
         return self._probe(best, yields, seconds)
 
     def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
-        """Note a finished cycle: tokens of the draft, accepted ones per open sequence, wall time, requested length.
-
-        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle's cost is that of the
-        length requested in it, whether or not there was a draft to verify yet; elsewhere that of the draft.
-        """
+        """Note a finished cycle: tokens of the draft, accepted ones per open sequence, wall time, requested length."""
         self.cycles += 1
+        # with `lookahead` the next draft is made in this cycle, and costs; elsewhere the one that was verified
         requested = drafted if requested is None or not self.lookahead else requested
         self.total += seconds
         self.tried[requested] = self.cycles

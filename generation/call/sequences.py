@@ -17,19 +17,12 @@ _GROWTH = 256
 
 @dataclass(eq=False)
 class NewTokens:
-    """How many tokens each sequence gets in a cycle: known to the host, and copied to the device once, where read.
+    """How many tokens each sequence gets in a cycle: known to the host, and copied to the device once, where read."""
 
-    Attributes:
-        counts: Tokens per sequence; 0 for sequences that had ended. Empty: the host does not know them yet (`unread`).
-        device: That of the sequences.
-        longest: The most tokens that any sequence gets.
-        is_even: Whether all sequences get the same number.
-    """
-
-    counts: list[int]
+    counts: list[int]  # per sequence, 0 where it had ended; empty: the host does not know them yet (`unread`)
     device: torch.device
-    longest: int = field(init=False)
-    is_even: bool = field(init=False)
+    longest: int = field(init=False)  # the most of them
+    is_even: bool = field(init=False)  # whether all sequences get the same number
 
     def __post_init__(self) -> None:
         self.longest, self.is_even = max(self.counts, default=0), len(set(self.counts)) == 1
@@ -59,12 +52,8 @@ class NewTokens:
 class Sequences:
     """The token ids of a batch, each sequence with its own length, in one tensor.
 
-    Args:
-        prompt: [B, L] int64, the ids of the prompt, padding included.
-
     Attributes:
-        ids: [B, capacity] int64; sequence b holds tokens in its first `lengths[b]` columns.
-        lengths: Tokens per sequence, padding of the prompt included, as processors and criteria of transformers count.
+        ids: [B, capacity] int64; sequence b, padding of its prompt included, is in its first `lengths[b]` columns.
         done: Whether each sequence has ended.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
         newest_on_host: The new tokens of every sequence in the last cycle; none where it had ended.
@@ -120,10 +109,9 @@ class Sequences:
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
 
     def prefix(self, length: int, written: list[int], pad: int = 0) -> Tensor:
-        """Return every sequence as it was when it had `length` ids, [B, length]: a copy, which the reader may keep.
+        """Return a copy of every sequence as it was when it had `length` ids, [B, length]; shorter ones follow `pad`.
 
-        A shorter sequence is whole and begins after `pad`, as a prompt would. `written` tokens after every sequence
-        belong to it, though they are not counted yet.
+        `written` tokens after every sequence belong to it, though they are not counted yet.
         """
         ends = [n + new for n, new in zip(self.lengths, written)]
         if min(ends) >= length:
@@ -134,9 +122,7 @@ class Sequences:
 
     def last(self) -> Tensor:
         """Return the last token of every sequence, [B]."""
-        if self.is_even:
-            return self.ids[:, self.lengths[0] - 1]
-        return self.ids.gather(1, self.ends[:, None] - 1)[:, 0]
+        return self.ids[:, self.lengths[0] - 1] if self.is_even else self.ids.gather(1, self.ends[:, None] - 1)[:, 0]
 
     def newest(self, count: int) -> Tensor:
         """Return the last `count` tokens of every sequence, [B, count]; arbitrary ids where a sequence has fewer."""
@@ -149,10 +135,7 @@ class Sequences:
         return self.ids.gather(1, columns.clamp(0, self.ids.shape[1] - 1))
 
     def columns(self, start: int, stop: int, pad: int, lengths: list[int] | None = None) -> Tensor:
-        """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after a sequence's end.
-
-        `lengths` are ids per sequence, where some are not counted yet, or do not count; None: `self.lengths`.
-        """
+        """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after their `lengths`."""
         chosen = self.ids[:, start:stop]  # [B, stop - start]
         if min(lengths or self.lengths) >= stop:
             return chosen.clone()
@@ -167,9 +150,7 @@ class Sequences:
 class FixedSequences(Sequences):
     """Sequences in columns that are allocated once, whose ends the device knows first.
 
-    What a cycle does on tensors depends on no number of the host: `write`, `extend`, and all that reads the newest
-    tokens. The host's own numbers (`lengths`, `done`) follow when it has read the cycle; `ended` [B] bool is on the
-    device. `hold` is `CacheView.held`.
+    The host's own numbers (`lengths`, `done`) follow when it has read the cycle. `hold` is `CacheView.held`.
     """
 
     def __init__(self, tokens: Sequences, capacity: int, hold: Callable[[str, Tensor], Tensor]) -> None:
@@ -212,8 +193,7 @@ class Graphs:
     """What of a call's cycles was recorded and replayed, as with `cache_implementation="static"` on an accelerator.
 
     Attributes:
-        replayed: Cycles that were replayed, by region: `"cycle"` where all of it was, `"forward"` where draft and
-            forward were.
+        replayed: Cycles that were replayed, by region: `"cycle"`, or `"forward"` where draft and forward were.
         recorded: Recordings that this call made; 0 where an earlier one had made them.
         reasons: Why a region was not replayed, by region.
         buffer_bytes: Memory of the buffers that stay for the next call (`tokenahead.free_buffers`).

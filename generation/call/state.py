@@ -1,8 +1,8 @@
 """State of logits processors that their calls move on: grammar matchers, counters, penalties that remember.
 
 Such a processor must be called once for every token, in order. Which ones do is seen by what is reachable from them:
-attributes, containers, tensors, closures, and names of the module that their functions read. What a call leaves as it
-was is no state. Generators, and matchers of compiled extensions, cannot be put back: they are known to move.
+attributes, containers, tensors, closures, and names of the module that their functions read. Generators, and matchers
+of compiled extensions, cannot be put back: they are known to move.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.generation import logits_process as library
 
 _STATEFUL = (library.DiaEOSDelayPatternLogitsProcessor, library.WhisperNoSpeechDetection)
-_MOST = 5000
-"""Objects that are looked at for one processor, the nearest first."""
-_SMALL = 2**14
-"""Elements that are compared; of larger tensors the version is, and of other containers the length."""
-_COPIED = 2**22
-"""Elements of a tensor that are copied, to be put back."""
+_MOST = 5000  # objects that are looked at for one processor, the nearest first
+_SMALL = 2**14  # elements that are compared; of larger tensors the version is, and of other containers the length
+_COPIED = 2**22  # elements of a tensor that are copied, to be put back
 _PLAIN = str, bytes, int, float, complex, type(None)
 _OPAQUE = nn.Module, nn.Parameter, PreTrainedTokenizerBase, PreTrainedConfig, ModuleType, logging.Logger, type
 """What no call is expected to change but for caches."""
@@ -51,10 +48,6 @@ class _Held:
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.read, self.write, self.value = read, write, read()
-
-    def is_same(self) -> bool:
-        """Return whether the object holds what it held."""
-        return _is_same(self.value, self.read())
 
 
 def _is_same(before: object, now: object) -> bool:
@@ -101,12 +94,12 @@ class StateWatch:
     def restore(self) -> None:
         """Put back what `note` remembered."""
         for _, held in self.held:
-            if not held.is_same():
+            if not _is_same(held.value, held.read()):
                 held.write(held.value)
 
     def moved(self) -> str | None:
         """Return the class of a processor whose state is not the one that `note` remembered; None: there is none."""
-        return next((name for name, held in self.held if not held.is_same()), None)
+        return next((name for name, held in self.held if not _is_same(held.value, held.read())), None)
 
     def _walk(self, root: object, name: str) -> None:
         """Remember what can change, of the objects that are reachable from a processor."""
@@ -139,8 +132,11 @@ class StateWatch:
 
 def _held(found: Any) -> _Held:
     """Return what an object holds itself, its `__dict__` apart."""
-    if isinstance(found, Tensor):
-        return _held_tensor(found)
+    if isinstance(found, Tensor):  # models' weights are not looked at
+        if (found.device.type == "cpu" and found.numel() <= _SMALL) or found.is_inference():
+            return _Held(lambda: found.detach().clone(), lambda held: found.detach().copy_(held))
+        tensor = found.detach().clone() if found.numel() <= _COPIED else found.detach()
+        return _Held(lambda: found._version, lambda _: found.detach().copy_(tensor))
     if isinstance(found, np.ndarray):
         values = found.copy()
         return _Held(found.tobytes, lambda _: np.copyto(found, values))
@@ -162,16 +158,16 @@ def _held_fields(owner: object) -> _Held:
     slots = (vars(kind).get("__slots__", ()) for kind in type(owner).__mro__)
     names = {name for each in slots for name in ([each] if isinstance(each, str) else each)} - {"__weakref__"}
 
-    def read() -> dict[str, Any]:
+    def read() -> dict[str, object]:
         if isinstance(owner, type):
             return {name: each for name, each in vars(owner).items() if name == "__call__" or not name.startswith("__")}
-        fields = dict[str, Any]()
+        fields = dict[str, object]()
         for name in {"cell_contents"} if isinstance(owner, CellType) else names:
             with suppress(AttributeError, ValueError):  # it is empty
                 fields[name] = getattr(owner, name)
         return fields
 
-    def write(before: dict[str, Any]) -> None:
+    def write(before: dict[str, object]) -> None:
         now = read()
         for name in {**before, **now}:
             if name not in before:
@@ -180,11 +176,3 @@ def _held_fields(owner: object) -> _Held:
                 setattr(owner, name, before[name])
 
     return _Held(read, write)
-
-
-def _held_tensor(found: Tensor) -> _Held:
-    """Return a tensor's values, or its version where they are many; models' weights are not looked at."""
-    if (found.device.type == "cpu" and found.numel() <= _SMALL) or found.is_inference():
-        return _Held(lambda: found.detach().clone(), lambda held: found.detach().copy_(held))
-    values = found.detach().clone() if found.numel() <= _COPIED else found.detach()
-    return _Held(lambda: found._version, lambda _: found.detach().copy_(values))

@@ -6,13 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from ..contract import VerificationResult
 from ..tensors.masks import cached_arange
@@ -29,21 +23,10 @@ _BY_SEQUENCE = (StopStringCriteria, MaxTimeCriteria)
 class Stopping:
     """Stopping criteria of one call of `generate`.
 
-    End-of-sequence ids and the length limit are compared as plain integers. Stop strings and time are asked at every
-    new length of a sequence, as soon as it has it. Where the call has any other criterion, which may decide for a whole
-    batch or remember what it saw, all are asked as plain decoding asks them: once for every column, in order, about all
-    sequences at the same number of new tokens. A column is shown when all open sequences have it; sequences that are
-    further on by then have run ahead, and what they have beyond their end is dropped after the call.
-
-    Args:
-        criteria: The list that transformers prepared for this call.
-        pad: Id that plain decoding writes after a sequence's end.
-        scores: The scores that criteria are called with.
-
-    Attributes:
-        holds: Whether no sequence may run ahead where criteria are asked column by column (`in_step`).
-        shown: The columns that were shown.
-        ends: Ids per sequence, as far as it is decided.
+    End-of-sequence ids and the length limit are compared as plain integers; stop strings and time are asked at every
+    new length of a sequence. Where the call has any other criterion, which may decide for a batch or remember, all are
+    asked as in plain decoding: once for every column, in order, when all open sequences have it. Others have run ahead
+    by then, unless `in_step` `holds`, and what they have beyond their end is dropped after the call.
     """
 
     eos_ids: Tensor  # [E] int64 on the device
@@ -62,8 +45,8 @@ class Stopping:
         self.in_step = any(type(criterion) not in _BY_SEQUENCE for criterion in self.others)
         # without them, plain decoding goes on with sequences that have ended, until all have
         self.has_ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.holds, self.shown = False, 0
-        self.ends, self.finished = list[int](), list[bool]()
+        self.holds, self.shown = False, 0  # columns that were shown
+        self.ends, self.finished = list[int](), list[bool]()  # ids per sequence, as far as it is decided
 
     def tokens_left(self, length: int) -> int:
         """Return how many more tokens a sequence of `length` may get."""
@@ -81,7 +64,7 @@ class Stopping:
     def counts(self, tokens: FixedSequences, result: VerificationResult, sound: Tensor | None) -> Tensor:
         """Return `cut`'s counts [B] by eos and the length limit alone, on the device, and note there who has ended.
 
-        Where an open sequence is not `sound` [B] bool (`Cycle.is_sound`), none gets a token.
+        Where an open sequence is not `sound` [B] bool, none gets a token.
         """
         width, is_open = result.tokens.shape[1], ~tokens.ended
         is_end = (result.tokens[..., None] == self.eos_ids).any(-1)  # [B, k + 1]

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from ..attach import AttachableDrafter
 from ..backbone.backbones import takes_dense_masks
 from ..backbone.target import is_recurrent
+from ..backbone.wrapped_models import Kwargs
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences, Speculation
 from ..contract import (
@@ -23,7 +24,6 @@ from ..contract import (
     VerificationResult,
     joined_layers,
 )
-from ..tensors.wrapped_models import Kwargs
 from ..trees.building import joined_chains
 from ..trees.choice import chain_options
 from ..trees.growth import tree_options

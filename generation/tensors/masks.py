@@ -1,11 +1,8 @@
 """Masks of what every position sees, and index tensors that are made once.
 
-transformers' "sdpa" repeats keys and values for every query head where there is a mask: a copy of the cache in every
-forward. With a `model_mask`, the queries of a group lie side by side instead, and only the mask is repeated
-(`backbone.cache.grouped_attention`).
-
-Where rows are joined without padding, "sdpa" multiplies all pairs of tokens and then masks those of other rows. Here it
-is called for one document at a time, or for a few short ones.
+transformers' "sdpa" repeats keys and values for every query head where there is a mask. With a `model_mask`, the
+queries of a group lie side by side instead (`backbone.cache.grouped_attention`). Where rows are joined without padding,
+it is called for one document at a time, or for a few short ones.
 """
 
 from __future__ import annotations
@@ -55,10 +52,7 @@ _SHORT = 64  # tokens up to which documents share a block: a call costs as much 
 
 
 def by_documents(mask: Tensor) -> Tensor:
-    """Return a mask [1, 1, N, N] bool, noting where no token from there on sees one before it.
-
-    An accelerator waits here twice.
-    """
+    """Return a mask [1, 1, N, N] bool, noting where no token sees one before; an accelerator waits here twice."""
     size, visible = mask.shape[-1], mask[0, 0]
     neighbours = torch.stack([~visible.diagonal(-1), visible.diagonal(1)])  # [2, N - 1]
     found = neighbours.nonzero().tolist()
@@ -101,8 +95,7 @@ AttentionMaskInterface.register("sdpa", mask_by_documents)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_READ: list[list[object]] = []
-"""What is read of all that is made once, of every recording that is going on."""
+_READ: list[list[object]] = []  # what is read of all that is made once, of every recording that is going on
 
 
 def made_once(function: Callable[P, R], newest: int = 256) -> Callable[P, R]:
@@ -157,15 +150,9 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 def selected_positions(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Return the states of the positions in `logits_to_keep`; older transformers lack a function for it.
+    """Return the states [B, T, d] of the positions in `logits_to_keep`: [B, K, d], or [N, d] for a choice of N.
 
-    Args:
-        states: [B, T, d].
-        logits_to_keep: Number of last positions (0: all); or positions [K] of every sequence, or [B, K] of each; or a
-            choice [B, T] bool.
-
-    Returns:
-        [B, K, d]; [N, d] for a choice of N.
+    These are a number of last positions (0: all); positions [K], or [B, K] of each sequence; or a choice [B, T] bool.
     """
     if isinstance(logits_to_keep, int):
         return states[:, -logits_to_keep:] if logits_to_keep else states  # [B, K, d]

@@ -1,16 +1,12 @@
 """Drawing tokens from distributions: freely, or by the uniform that picks them; and counter-based uniforms.
 
 A token is a function of a uniform u in [0, 1): with F the cumulative distribution, Pick(u) is the first token j with
-F_j > u (PTP paper, Eq. 3). Cumulative sums are float64 for every dtype of distributions: in float32 they misplace
-picks over large vocabularies. Imports no model.
-
-Free draws: CPUs make random numbers one after the other, so one uniform per token is by far the cheapest there. On
-accelerators an exponential race, argmax w / E with E ~ Exp(1), saves the cumulative sum over the vocabulary. Neither
-synchronises with the host, and no weight of 0 is ever drawn.
+F_j > u (PTP paper, Eq. 3). Cumulative sums are float64: in float32 they misplace picks over large vocabularies. CPUs
+draw freely by one uniform per token; accelerators by an exponential race, argmax w / E with E ~ Exp(1), which saves the
+cumulative sum. Neither waits for the device, and no weight of 0 is ever drawn.
 
 Counter-based uniforms (Philox4x32-10; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") are a function
-of a key and a position, so that every position of every sequence can be computed at once, again, in any order, and
-alike on every device. Words of 32 bits are held in int64 tensors.
+of a key and a position: they can be computed in any order, and again. Words of 32 bits are held in int64 tensors.
 """
 
 from __future__ import annotations
@@ -46,22 +42,16 @@ def raced(weights: Tensor, generator: torch.Generator | None = None) -> tuple[Te
 
 
 def race_order(weights: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Return the first `count` of an exponential race, [..., count] int64: draws without replacement, in order.
-
-    Of unnormalised weights [..., v]; where fewer than `count` are positive, weights of 0 come last.
-    """
+    """Return the first `count` of an exponential race of weights [..., v]: draws without replacement, in order."""
     return _speeds(weights, generator).topk(count).indices
 
 
 def pick(u: Tensor, probs: Tensor) -> Tensor:
-    """Return the inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
+    """Return the inverse-CDF picks: the first possible token whose cumulative probability exceeds u.
 
     Args:
         u: [...] in [0, 1).
         probs: [..., v] probabilities; where rounding leaves u beyond their sum, the last possible token is picked.
-
-    Returns:
-        [...] int64.
     """
     cumulative = probs.double().cumsum(-1)  # [..., v]
     index = torch.searchsorted(cumulative, u.double()[..., None].contiguous(), right=True)[..., 0]  # [...]
@@ -69,14 +59,13 @@ def pick(u: Tensor, probs: Tensor) -> Tensor:
 
 
 def interval(token: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the uniforms [low, high) that pick a token.
+    """Return the uniforms [low, high) that pick a token, [...] float64.
+
+    The last possible token's interval ends at 1, an impossible token's is empty.
 
     Args:
         token: [...] int64.
         probs: [..., v] probabilities.
-
-    Returns:
-        low and high, [...] float64; the last possible token's interval ends at 1, an impossible token's is empty.
     """
     cumulative = probs.double().cumsum(-1)  # [..., v]: F up to every token
     before = cumulative.gather(-1, (token - 1).clamp(min=0)[..., None])[..., 0]  # [...]
@@ -130,16 +119,13 @@ def philox(counters: Tensor, keys: Tensor) -> Tensor:
 
 
 def stream_uniforms(streams: Tensor, start: int, count: int, purpose: int = 0) -> Tensor:
-    """Return uniforms `start` .. `start + count - 1` of streams.
+    """Return uniforms `start` .. `start + count - 1` of streams, [B, count] float32 in [0, 1), multiples of 2^-24.
 
     Args:
         streams: [B, 2] int64: a seed of 64 bits, and the number (of 32 bits) of one of its streams.
         start: First position.
         count: Positions.
         purpose: Streams of different purposes are independent.
-
-    Returns:
-        [B, count] float32 in [0, 1), multiples of 2^-24, on the device of `streams`.
     """
     device = streams.device
     blocks = torch.arange(start // 4, (start + count + 3) // 4, device=device).expand(len(streams), -1)

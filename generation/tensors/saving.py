@@ -5,11 +5,8 @@ A save writes into a hidden folder of its target, `.tokenahead-saving.X`. When a
     .tokenahead-complete.X    the directory is the new version; files of the old one that go are moved into the folder
     .tokenahead-arriving.X    these have gone; the new files are moved to their places, config.json as the last
 
-Whoever finds one of these after a kill goes on (`finish`), several processes at once, too: files only move, and into or
-out of a folder of this name, so that who comes late moves nothing. Other libraries find no config.json meanwhile. Two
-writers of one directory at once are not supported.
-
-Knows no model.
+Whoever finds one of these after a kill goes on (`finish`), several processes at once, too: files only move. Other
+libraries find no config.json meanwhile. Two writers of one directory at once are not supported.
 """
 
 from __future__ import annotations
@@ -34,12 +31,10 @@ from safetensors import SafetensorError
 P = ParamSpec("P")
 Result = TypeVar("Result")
 OF_FILES = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError),
-    *(SafetensorError, StrictDataclassError, UnpicklingError),
-)
+    ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError,
+)  # fmt: skip
 """What damaged files, and values in config.json that no model can have, raise in loaders."""
-PREFIX = ".tokenahead-"
-"""What names of files begin with that are no part of a saved directory."""
+PREFIX = ".tokenahead-"  # what names of files begin with that are no part of a saved directory
 _SAVING, _COMPLETE, _ARRIVING = f"{PREFIX}saving.", f"{PREFIX}complete.", f"{PREFIX}arriving."
 _LIST, _OLD = f"{PREFIX}list.json", f"{PREFIX}old."
 _KEYS = ("tokenizer_config.json", "params.json", "adapter_config.json", "config.json")
@@ -56,33 +51,28 @@ def whole_directory(
 ) -> Iterator[Path]:
     """Yield a directory to write into, whose files are the new version of `target` once all of them are complete.
 
+    It is a temporary one in `target`, or `target` itself where that is within a temporary directory. Files of the same
+    names are replaced, others stay.
+
     Args:
-        target: The directory; files of the same names are replaced, others stay.
+        target: The directory.
         variant: As for `save_pretrained`: weights of an earlier save of this variant are removed, when others came.
         replaced: Patterns of further files of an earlier save that are removed where this one has none.
         updated: Names of files that whoever writes may read and change: they are copied into the temporary directory.
         in_place: Yield `target` itself: all processes write torch's distributed checkpoints into one directory.
-
-    Yields:
-        The temporary directory, in `target`; `target` itself where that is within a temporary directory.
-
-    Raises:
-        NotADirectoryError: `target` is a file.
-        IsADirectoryError: A directory in `target` has the name of a file that is saved.
     """
     target = Path(target).absolute()
     if target.is_file():
         raise NotADirectoryError(f"{target} is a file; name a directory to save to")
-    finish(target)
+    finish(target).mkdir(parents=True, exist_ok=True)
     outer = next((path for path in (target, *target.parents) if path.name.startswith(_SAVING)), None)
+    if outer is not None:  # a part of another save, which ends when all is there
+        with (outer / _LIST).open("a", encoding="utf-8") as noted:
+            noted.writelines(f"{(target / pattern).relative_to(outer).as_posix()}\n" for pattern in replaced)
     if in_place or outer is not None:
-        target.mkdir(parents=True, exist_ok=True)
-        if outer is not None:  # a part of another save, which ends when all is there
-            with (outer / _LIST).open("a", encoding="utf-8") as noted:
-                noted.writelines(f"{(target / pattern).relative_to(outer).as_posix()}\n" for pattern in replaced)
         yield target
         return
-    with _made(target), TemporaryDirectory(prefix=_SAVING, dir=target, ignore_cleanup_errors=True) as temporary:
+    with TemporaryDirectory(prefix=_SAVING, dir=target, ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         earlier = {name: (target / name).read_bytes() for name in updated if (target / name).is_file()}
         for name, data in earlier.items():
@@ -101,29 +91,14 @@ def whole_file(path: str | PathLike) -> Iterator[Path]:
     """Yield a path to write a file to, which then takes its place at once; links to other files are replaced."""
     path = Path(path).absolute()
     written = path.with_name(f"{PREFIX}{path.name}")
-    finish(path.parent)
-    with _made(path.parent):
-        written.unlink(missing_ok=True)  # of a save that was killed, or a link
-        try:
-            yield written
-            _flush(written)
-            written.replace(path)
-        finally:
-            written.unlink(missing_ok=True)
-
-
-@contextmanager
-def _made(directory: Path) -> Iterator[None]:
-    """Make a directory, and after an error remove what was made for it."""
-    made = [each for each in (directory, *directory.parents) if not each.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    finish(path.parent).mkdir(parents=True, exist_ok=True)
+    written.unlink(missing_ok=True)  # of a save that was killed, or a link
     try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # somebody else writes there
-            for each in made:
-                each.rmdir()
-        raise
+        yield written
+        _flush(written)
+        written.replace(path)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def finish(directory: str | PathLike) -> Path:
@@ -169,10 +144,13 @@ def files_of(folder: Path) -> list[Path]:
 def _deliver(folder: Path, files: list[Path], target: Path, variant: str | None, replaced: Sequence[str]) -> None:
     """Make the files in `folder` the version of `target`."""
     names = {file.relative_to(folder) for file in files}
-    _check_places(names, target)
+    for place in (target / name for name in names):  # what could not be brought in
+        wrong = [place] if place.is_dir() else [each for each in place.parents if each.is_file()]
+        if wrong and not wrong[0].is_symlink():
+            raise FileExistsError(f"{wrong[0]} is in the way of {place}, a file of what is saved")
     if (folder / _LIST).is_file():
         replaced = [*replaced, *(folder / _LIST).read_text(encoding="utf-8").splitlines()]
-    leaving = [*filter(_is_key, names), *_stale(names, target, variant, replaced)]
+    leaving = [*(name for name in names if name.name in _KEYS), *_stale(names, target, variant, replaced)]
     (folder / _LIST).write_text(json.dumps([name.as_posix() for name in leaving]), encoding="utf-8")
     for path in [*files, folder / _LIST, *{file.parent for file in files}, folder]:
         _flush(path)
@@ -200,18 +178,14 @@ def _bring_in(folder: Path) -> None:
 
 
 def _move(path: Path, to: Path) -> None:
-    """Move a file that is there, and whose new place can be."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # another process has moved it
         path.replace(to)
-
-
-def _is_key(name: Path) -> bool:
-    return name.name in _KEYS
 
 
 def _order(name: Path) -> tuple[bool, int, int]:
     """Return what files are sorted by that arrive: keys behind others, config.json as the last."""
-    return _is_key(name), -len(name.parts), _KEYS.index(name.name) if _is_key(name) else 0
+    is_key = name.name in _KEYS
+    return is_key, -len(name.parts), _KEYS.index(name.name) if is_key else 0
 
 
 def _place_of(name: Path, target: Path) -> Path:
@@ -221,16 +195,6 @@ def _place_of(name: Path, target: Path) -> Path:
             (target / parent).unlink()
         (target / parent).mkdir(exist_ok=True)
     return target / name
-
-
-def _check_places(names: set[Path], target: Path) -> None:
-    """Refuse what could not be brought in, while `target` is still the old version."""
-    for name in names:
-        if (target / name).is_dir() and not (target / name).is_symlink():
-            raise IsADirectoryError(f"{target / name} is a directory; {name} is a file of what is saved")
-        for parent in name.parents[:-1]:
-            if (target / parent).is_file() and not (target / parent).is_symlink():
-                raise NotADirectoryError(f"{target / parent} is a file; {parent} is a directory of what is saved")
 
 
 def _stale(names: set[Path], target: Path, variant: str | None, replaced: Sequence[str]) -> list[Path]:

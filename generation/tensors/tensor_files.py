@@ -1,4 +1,4 @@
-"""Tensors of checkpoints that other tools wrote: safetensors, archives of numpy, and pickles of tensors alone."""
+"""Tensors of checkpoints that other tools wrote: safetensors, and pickles of tensors alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
-from zipfile import BadZipFile, ZipFile
 
 import torch
 import yaml
@@ -24,22 +22,16 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from ...configuration.fields import check_counts
 from .saving import OF_FILES, unusable
 
-Tensors = dict[str, Tensor]
-"""Tensors by name."""
-Fields = dict[str, Any]
-"""Fields of a JSON file."""
+Tensors = dict[str, Tensor]  # tensors by name
+Fields = dict[str, Any]  # fields of a JSON file
 Value = TypeVar("Value")
 Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Arguments of `from_pretrained` that locate files."""
 _MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-_PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")
-"""Names of files without a directory or a drive."""
-_MOST_PACKED, _SMALL = 64, 1 << 24
-"""More bytes than weights have for each byte of an archive; and what those of a small one may have in any case."""
-_MOST_SETTINGS, _MOST_ALIASES = 1 << 20, 16
-"""More bytes, and more aliases, than settings in YAML have."""
+_PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")  # names of files without a directory or a drive
+_MOST_SETTINGS, _MOST_ALIASES = 1 << 20, 16  # bytes and aliases of settings in YAML
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
@@ -55,31 +47,23 @@ def optional_file(name: str | PathLike[str], file: str, hub: Fields) -> str | No
 
 def read_json(file: Path) -> Fields:
     """Return the fields of a JSON file; an empty dict where there is no such file."""
-    if not file.is_file():
-        return {}
     with naming(file):
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def read_yaml(file: Path) -> Fields:
     """Return the fields of a YAML file of settings; refuse one that is, or makes, far more than that."""
-    if file.stat().st_size > _MOST_SETTINGS:
-        raise ValueError(f"{file} has {file.stat().st_size} bytes: it holds more than the settings of a run")
-    try:
+    with naming(file):
+        if (size := file.stat().st_size) > _MOST_SETTINGS:
+            raise ValueError(f"it has {size} bytes, more than settings")
         text = file.read_text(encoding="utf-8")
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)) > _MOST_ALIASES:
             raise ValueError(f"more than {_MOST_ALIASES} aliases (*name)")
         return dict(yaml.safe_load(text))
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise unusable(file, error) from error
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the files of shards by the names of their tensors, from an index; nothing else reads one.
-
-    Raises:
-        ValueError: No `weight_map`, or one with anything but the names of plain files in the directory of the index.
-    """
+    """Return the files of shards, plain ones beside the index, by the names of their tensors; nothing else reads it."""
     index = read_json(file)
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not isinstance(index.get("metadata"), dict):
@@ -97,18 +81,14 @@ def check_index(name: str | PathLike[str], variant: str | None = None, **hub: An
     if directory.is_dir():
         found = [*directory.glob("*.index*.json")]  # config.json may name any of them
     else:
-        quiet = {"_raise_exceptions_for_missing_entries": False, **hub, "force_download": False}
-        paths = (cached_file(name, _with_variant(file, variant), **quiet) for file in _NAMES[::2])
+        paths = (_found(name, [file], variant, hub | {"force_download": False}) for file in _NAMES[::2])
         found = [Path(path) for path in paths if path]
     for file in found:
         read_index(file)
 
 
 def check_stored(name: str | PathLike[str], config: Any = None, variant: str | None = None, **hub: Any) -> None:
-    """Refuse an index that leads elsewhere, and counts that the tensors cannot have, before a loader follows them.
-
-    `config` is the argument of `from_pretrained`; None: the directory's own.
-    """
+    """Refuse an index that leads elsewhere, and counts (of `config`, or the directory's) that tensors cannot have."""
     check_index(name, variant, **hub)
     if names := tensor_names(name, variant, **hub):
         is_read = isinstance(config, PreTrainedConfig)
@@ -124,7 +104,7 @@ def write_json(file: Path, values: Mapping[str, object]) -> None:
 def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tensors:
     """Return the tensors of all files whose names (see `unwrapped`) begin with `prefix`, which is removed.
 
-    Files are `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
+    Files are `.safetensors`, or anything else that `torch.load` reads with `weights_only=True`.
     """
     tensors: Tensors = {}
     for file in map(Path, files):
@@ -135,9 +115,8 @@ def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tens
                     wanted = {name: stored for stored, name in names.items() if name.startswith(prefix)}
                     tensors |= {name.removeprefix(prefix): opened.get_tensor(each) for name, each in wanted.items()}
             else:
-                found = _read_npz(file) if file.suffix == ".npz" else read_pickle(file)
-                names = unwrapped(found)
-                tensors |= below({names[stored]: tensor for stored, tensor in found.items()}, prefix)
+                found = read_pickle(file)
+                tensors |= below(dict(zip(unwrapped(found).values(), found.values())), prefix)
     return tensors
 
 
@@ -154,24 +133,18 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
 
 def tensor_names(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> list[str]:
     """Return the names of a checkpoint's tensors (see `unwrapped`); no tensor is read, and of shards only the index."""
-    for file in (_with_variant(each, variant) for each in _NAMES):
-        if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
-            return names_in(Path(path))
-    return []
+    path = _found(name, _NAMES, variant, hub)
+    return [] if path is None else names_in(Path(path))
 
 
 def names_in(file: Path) -> list[str]:
     """Return the names of the tensors of a file, or of an index (see `unwrapped`)."""
-    names: Iterable[str] = ()
     with naming(file):
-        if file.suffix == ".json":
-            names = read_index(file)
-        elif file.suffix != ".safetensors":
-            names = read_pickle(file, map_location="meta")
-        else:
+        if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                names = opened.keys()
-    return [*unwrapped(names).values()]
+                return [*unwrapped(opened.keys()).values()]
+        names = read_index(file) if file.suffix == ".json" else read_pickle(file, map_location="meta")
+        return [*unwrapped(names).values()]
 
 
 def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:
@@ -179,14 +152,13 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
 
     With `pickles`, `pytorch_model.bin` is accepted where there are no safetensors.
     """
-    names = [_with_variant(file, variant) for file in (_NAMES if pickles else _NAMES[:2])]
-    for file in names:
-        if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
-            if not path.endswith(".json"):
-                return [path]
-            read_index(Path(path))  # whose names are followed now
-            return get_checkpoint_shard_files(name, path, **hub)[0] or []
-    raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists")
+    names = _NAMES if pickles else _NAMES[:2]
+    if (path := _found(name, names, variant, hub)) is None:
+        raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists")
+    if not path.endswith(".json"):
+        return [path]
+    read_index(Path(path))  # whose names are followed now
+    return get_checkpoint_shard_files(name, path, **hub)[0] or []
 
 
 def tensor_dtypes(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> dict[str, str]:
@@ -205,7 +177,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (*OF_FILES, OSError, EOFError, BadZipFile, ValueError) as error:
+    except (*OF_FILES, OSError, EOFError, TypeError, ValueError, yaml.YAMLError) as error:
         raise unusable(file, error) from error
 
 
@@ -223,8 +195,7 @@ def below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-_FIELDS = {"part": "weight|bias", "rest": ".*"}
-"""What fields of `Names` match; any other one matches a number."""
+_FIELDS = {"part": "weight|bias", "rest": ".*"}  # what fields of `Names` match; any other one matches a number
 
 
 @cache
@@ -238,10 +209,9 @@ def _pattern(template: str) -> re.Pattern[str]:
 def renamed(
     tensors: Mapping[str, Value], names: Names, owner: str | PathLike[str], back: bool = False, **fields: object
 ) -> dict[str, Value]:
-    """Return tensors of another layout under this library's names, or (`back`) the other way round.
+    """Return tensors of another layout under this library's names (the first of `names` that fits), or `back`.
 
-    The first pair of `names` that matches names a tensor; `owner` says where they are; `fields` are those that the new
-    names have, and the old ones may lack.
+    `owner` says where they are; `fields` are those that the new names have, and the old ones may lack.
     """
     new_names: dict[str, str] = {}
     for name in tensors:
@@ -266,27 +236,10 @@ def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:
         raise ValueError(f"{owner}: {len(names)} tensors are not known in this layout: {', '.join(names[:5])}")
 
 
-def _read_npz(file: Path) -> Tensors:
-    """Return the arrays of an archive; a ValueError where headers do not say their sizes, before any is read."""
-    import numpy as np
-    from numpy.lib import format as npy
-
-    with ZipFile(file) as archive:
-        if sum(entry.file_size for entry in archive.infolist()) > _MOST_PACKED * file.stat().st_size + _SMALL:
-            raise ValueError(f"{file}: its arrays are far larger than the file")
-        for entry in archive.infolist():
-            with archive.open(entry) as stream:
-                version = npy.read_magic(stream)
-                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                shape, _, dtype = read(stream)
-                size = entry.file_size - stream.tell()
-            if dtype.hasobject or size != prod(shape) * dtype.itemsize:
-                raise ValueError(f"{file}: {entry.filename} holds {size} bytes, and says that it is {dtype} {shape}")
-    with np.load(file, allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-
-
-def _with_variant(file: str, variant: str | None) -> str:
-    """Return transformers' name of a variant's file, which has the variant before its last suffix."""
-    stem, _, ending = file.rpartition(".")
-    return file if variant is None else f"{stem}.{variant}.{ending}"
+def _found(name: str | PathLike[str], files: Sequence[str], variant: str | None, hub: Fields) -> str | None:
+    """Return the path of the first of some files of a checkpoint that there is."""
+    for stem, _, ending in (file.rpartition(".") for file in files):
+        file = f"{stem}.{variant}.{ending}" if variant else f"{stem}.{ending}"
+        if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
+            return path
+    return None

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ..backbone.wrapped_models import Kwargs
 from ..call.options import CallOptions
 from ..call.schedule import AcceptanceRates, CycleCosts
 from ..call.sequences import Speculation
 from ..drafter import BaseDrafter
-from ..tensors.wrapped_models import Kwargs
 from .growth import DEEPEST
 
 _LENGTHS, _SIZES = (1, 2, 4, DEEPEST), ((4, 16), (8, 48))

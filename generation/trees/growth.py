@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..backbone.wrapped_models import Kwargs
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, draft_probs
 from ..contract import DraftTree, taken
-from ..tensors.wrapped_models import Kwargs
 from .building import check_size, drawn_tree, dynamic_tree, frontier_size, ranked_tree, static_tree
 
 _DEFAULTS: Kwargs = {"depth": 5, "top_k": 10, "total_tokens": 60}

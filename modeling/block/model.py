@@ -17,12 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.block import BlockDrafterConfig, BlockLossOptions, BlockRecipe
 from ...configuration.fields import field
+from ...generation.backbone.wrapped_models import input_embeddings, unwrap
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import check_attention
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import Fields, naming, optional_file, read_tensors, weight_files
-from ...generation.tensors.wrapped_models import input_embeddings, unwrap
 from ..common.backbone_parts import BackboneParts, output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import new_config

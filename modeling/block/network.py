@@ -33,6 +33,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.cache_names import CACHE
 from ...generation.backbone.cache import drafter_layout, of_accepted
+from ...generation.backbone.wrapped_models import untyped
 from ...generation.call.options import DraftOptions
 from ...generation.call.sequences import Sequences
 from ...generation.contract import (
@@ -46,7 +47,6 @@ from ...generation.contract import (
     taken,
 )
 from ...generation.tensors.masks import cached_arange, check_attention, model_mask, to_device
-from ...generation.tensors.wrapped_models import untyped
 from ...generation.trees.building import of_real
 from ...generation.trees.growth import grow
 from ..common.backbone_parts import dtype_of, frozen, output_embeddings

@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import Any, cast
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -27,10 +28,9 @@ from transformers.masking_utils import (
 from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
+from ...generation.backbone.wrapped_models import Kwargs, call_frozen, is_unit, untyped
 from ...generation.tensors.masks import model_mask
-from ...generation.tensors.shared_models import call_frozen, is_unit
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import Kwargs, untyped, weights_fetched
 from .draft_vocabulary import DraftVocabulary
 
 Map = Callable[[Tensor], Tensor]
@@ -147,7 +147,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             if own.bias is not None:
                 own.bias.copy_(other(own.weight.new_zeros(1, own.in_features))[0])  # what it makes of 0
             continue
-        with weights_fetched(other):
+        with align_module_device(other):
             stored = dict(other.named_parameters(recurse=False))
             for part, weight in own.named_parameters(recurse=False):
                 weight.copy_(_gathered(stored[part]))

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...generation.attach import adopt_fields
+from ...generation.backbone.wrapped_models import Kwargs, has_own_cache, input_embeddings, untyped
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import (
     HUB_OPTIONS,
@@ -24,7 +25,6 @@ from ...generation.tensors.tensor_files import (
     refuse_unknown,
     write_json,
 )
-from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, input_embeddings, untyped
 from .backbone_parts import output_embeddings, weight_of
 from .draft_vocabulary import check_offsets
 from .drafter_configs import check_kind

@@ -13,11 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from ... import __version__
+from ...generation.backbone.wrapped_models import fingerprint, holds_shares, untyped
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.shared_models import holds_shares
 from ...generation.tensors.tensor_files import check_stored, hub_options
-from ...generation.tensors.wrapped_models import fingerprint, untyped
 from .remote_code import add_code, is_ours, push
 
 LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)

@@ -14,10 +14,10 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ...configuration.fields import check_values
+from ...generation.backbone.wrapped_models import is_unit, readable
 from ...generation.call.sequences import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
-from ...generation.tensors.shared_models import is_unit, readable
 from ..heads.losses import IGNORE, counted, depth_targets
 from .recording import OnlineBuffer, RecordingSession, collate
 

@@ -41,8 +41,8 @@ from ...configuration.mtp_families import (
     num_layers,
     set_modules,
 )
+from ...generation.backbone.wrapped_models import Kwargs, untyped, whole_state
 from ...generation.tensors.tensor_files import Names, read_tensors, renamed, tensor_dtypes, weight_files
-from ...generation.tensors.wrapped_models import Kwargs, untyped, whole_state
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..common.loading import StrictLoadingMixin

@@ -18,21 +18,21 @@ from ...configuration.fields import field
 from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
-from ...generation.call.options import CallOptions, DraftOptions
-from ...generation.contract import requested_states
-from ...generation.drafter import DRAFTERS, DrafterFacts
-from ...generation.tensors.masks import selected_positions
-from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.shared_models import parameters_frozen
-from ...generation.tensors.tensor_files import check_stored, hub_options
-from ...generation.tensors.wrapped_models import (
+from ...generation.backbone.wrapped_models import (
     Kwargs,
     PicklableMixin,
     WrapperMixin,
     checkpointing_paused,
     input_embeddings,
+    parameters_frozen,
     untyped,
 )
+from ...generation.call.options import CallOptions, DraftOptions
+from ...generation.contract import requested_states
+from ...generation.drafter import DRAFTERS, DrafterFacts
+from ...generation.tensors.masks import selected_positions
+from ...generation.tensors.saving import reads_whole
+from ...generation.tensors.tensor_files import check_stored, hub_options
 from ..common.backbone_parts import output_embeddings, text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..common.online import OwnLossMixin

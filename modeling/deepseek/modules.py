@@ -29,8 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import field, has_short_convolutions, rotates_anew
 from ...configuration.mtp_families import MTPFamily, family_of
-from ...generation.tensors.shared_models import call
-from ...generation.tensors.wrapped_models import Kwargs, checkpointing_paused, input_embeddings
+from ...generation.backbone.wrapped_models import Kwargs, call, checkpointing_paused, input_embeddings
 from ..common.backbone_parts import (
     final_norm,
     finished_logits,

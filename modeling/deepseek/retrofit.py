@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ...generation.tensors.shared_models import whole_copy
+from ...generation.backbone.wrapped_models import Kwargs, sharing_copy, uncompiled, unwrap, whole_copy
 from ...generation.tensors.tensor_files import check_index, hub_options
-from ...generation.tensors.wrapped_models import Kwargs, sharing_copy, uncompiled, unwrap
 from ..common.backbone_parts import final_norm, layer_kind
 from .conversion import (
     PER_LAYER,

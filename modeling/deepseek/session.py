@@ -29,9 +29,9 @@ from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
 from ...generation.backbone.cache import drafter_layout, of_accepted
-from ...generation.backbone.convolved import module_layers, own_columns
-from ...generation.backbone.indexed import real_tokens
+from ...generation.backbone.special import module_layers, own_columns
 from ...generation.backbone.target import note_positions
+from ...generation.backbone.wrapped_models import Kwargs
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chain_of
 from ...generation.call.sequences import NewTokens, Sequences
@@ -45,7 +45,6 @@ from ...generation.contract import (
     taken,
 )
 from ...generation.tensors.masks import cached_arange, cached_range
-from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, grow, most_nodes
 from ..common.backbone_parts import part_logits
 
@@ -172,7 +171,7 @@ class ModuleSession(DraftSession):
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
         layout.is_maskless = seen is None and not layout.needs_mask(size)
         mask = None if layout.is_maskless else layout.visible(size, window, chunk, new=seen, depths=depths)[:, None]
-        mask = real_tokens(layout, size) if masks_padding_alone(config) else mask
+        mask = layout.real_tokens(size) if masks_padding_alone(config) else mask
         own = cached_range(layout.block_offset, size, layout.ends.device) if depths is None else depths[:, -size:]
         # blocks of columns are chosen by positions, which then begin with the columns of the modules' own cache
         counts = layout.ends if chooses_blocks(config) else layout.counts

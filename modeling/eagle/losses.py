@@ -25,8 +25,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.loss_options import ResolvedEagleOptions
+from ...generation.backbone.wrapped_models import gather
 from ...generation.tensors.masks import by_documents
-from ...generation.tensors.shared_models import gather
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LOGITS_PER_CHUNK, Made, add_product, made_in_forward, new_total
 from ..common.learning import numbered

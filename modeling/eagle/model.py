@@ -17,11 +17,11 @@ from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.loss_options import EagleLossOptions, ResolvedEagleOptions
+from ...generation.backbone.wrapped_models import input_embeddings, unwrap
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import Fields, read_tensors, weight_files
-from ...generation.tensors.wrapped_models import input_embeddings, unwrap
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.foreign import ForeignLayoutsMixin, Stored
 from ..common.learning import States, run_backbone

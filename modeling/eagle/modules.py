@@ -25,9 +25,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration.cache_names import CACHE
 from ...configuration.eagle import EagleHeadConfig
+from ...generation.backbone.wrapped_models import is_unit, untyped
 from ...generation.tensors.masks import blocks_of, model_mask
-from ...generation.tensors.shared_models import is_unit
-from ...generation.tensors.wrapped_models import untyped
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.learning import DraftModel, States
 from .conversion import resolved_aux_layers

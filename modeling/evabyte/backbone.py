@@ -22,7 +22,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, given_cache
 from ...configuration.evabyte import EvaByteConfig
-from ...generation.tensors.wrapped_models import untyped
+from ...generation.backbone.wrapped_models import untyped
 from ..common.loading import StrictLoadingMixin
 from ..heads.family import init_head
 from .cache import EvaBlock, EvaByteCache, EvaCacheLayer, SequenceLengths, SequenceMap, States

@@ -22,13 +22,12 @@ from ...configuration.fields import check_options
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import MTPGenerationMixin
+from ...generation.backbone.wrapped_models import Kwargs, call, untyped
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions, to_device
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.shared_models import call
 from ...generation.tensors.tensor_files import below, hub_options
-from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin

@@ -25,6 +25,7 @@ from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import adopt_fields
 from ...generation.backbone.cache import block_mask, drafter_layout, of_accepted
+from ...generation.backbone.wrapped_models import check_whole, input_embeddings, untyped, unwrap
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chosen, warped
 from ...generation.call.sequences import Sequences
@@ -44,9 +45,7 @@ from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import cached_arange, to_device
 from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.shared_models import check_whole
 from ...generation.tensors.tensor_files import Fields, read_json
-from ...generation.tensors.wrapped_models import input_embeddings, untyped, unwrap
 from ...generation.trees.growth import grow
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds

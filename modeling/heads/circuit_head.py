@@ -18,7 +18,7 @@ from transformers import initialization as init
 
 from ...configuration.head_families import BTREE, CP, FF, HMM
 from ...configuration.heads import MTPHeadConfig
-from ...generation.tensors.shared_models import call
+from ...generation.backbone.wrapped_models import call
 from ...generation.tensors.tensor_files import Fields, Tensors
 from ..common.backbone_parts import output_embeddings, required
 from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...configuration.heads import MTPHeadConfig
+from ...generation.backbone.wrapped_models import gather
 from ...generation.tensors.sampling import exponentials
-from ...generation.tensors.shared_models import gather
 from .circuits import LatentDistribution
 from .window_distribution import (
     Choose,

@@ -16,9 +16,9 @@ from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.transformers_names import obstacle_of_peft
 from ...generation.attach import AttachableDrafter
+from ...generation.backbone.wrapped_models import WrapperMixin, untyped
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below, read_tensors
-from ...generation.tensors.wrapped_models import WrapperMixin, untyped
 from ..common.learning import run_backbone
 from ..common.online import OwnLossMixin
 from ..common.outputs import MTPOutput

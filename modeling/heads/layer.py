@@ -29,7 +29,7 @@ from ...configuration.fields import check_counts
 from ...configuration.foreign_fields import FieldTable, names
 from ...configuration.head_families import LAYER
 from ...configuration.heads import MTPHeadConfig
-from ...generation.tensors.shared_models import is_unit
+from ...generation.backbone.wrapped_models import is_unit
 from ...generation.tensors.tensor_files import Tensors, read_json, read_tensors, renamed
 from ..common.backbone_parts import (
     BackboneParts,

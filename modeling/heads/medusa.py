@@ -24,6 +24,7 @@ from ...configuration.fields import field
 from ...configuration.foreign_fields import FieldTable, names, settled
 from ...configuration.head_families import HYDRA, MEDUSA
 from ...configuration.heads import MTPHeadConfig
+from ...generation.backbone.wrapped_models import input_embeddings
 from ...generation.tensors.tensor_files import (
     Fields,
     Names,
@@ -37,7 +38,6 @@ from ...generation.tensors.tensor_files import (
     tensor_names,
     weight_files,
 )
-from ...generation.tensors.wrapped_models import input_embeddings
 from ..common.backbone_parts import BackboneParts, LayerSource, read_config, required
 from .circuit_head import FFHead, check_vllm_unembedding, factorised_distribution, vllm_fields
 from .family import Directory, HeadFamily, HeadLayout, Parts, register

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from ...configuration.fields import check_counts
 from ...configuration.foreign_fields import refuse_unread
 from ...configuration.heads import MTPHeadConfig
+from ...generation.backbone.wrapped_models import untyped
 from ...generation.tensors.tensor_files import (
     Fields,
     Tensors,
@@ -35,7 +36,6 @@ from ...generation.tensors.tensor_files import (
     unwrapped,
     write_json,
 )
-from ...generation.tensors.wrapped_models import untyped
 from .family import FAMILIES, Directory, HeadLayout
 from .layer import PARAMS, DraftLayers, read_backbone
 from .medusa import EMBEDDING

@@ -10,7 +10,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ...generation.tensors.shared_models import LayerDivision
+from ...generation.backbone.wrapped_models import LayerDivision
 from .gated_lora import ADAPTER, PackedMixin, current_gate, join_siblings, with_adapter
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...generation.tensors.shared_models import LayerDivision
+from ...generation.backbone.wrapped_models import LayerDivision
 
 ADAPTER = "default"
 """Name of the adapter, as in peft's parameter names."""

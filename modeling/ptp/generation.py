@@ -13,10 +13,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...configuration.ptp import PTPConfig
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import MTPGenerationMixin
+from ...generation.backbone.wrapped_models import Kwargs
 from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
 from ...generation.contract import DraftSession
 from ...generation.drafter import BaseDrafter, DrafterFacts
-from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
 from .session import ParallelSession, SeparateSession

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ...configuration.fields import field, refuse
 from ...configuration.ptp import PTPConfig
+from ...generation.backbone.wrapped_models import has_own_cache
 from ...generation.tensors.masks import check_attention
-from ...generation.tensors.wrapped_models import has_own_cache
 
 GREEDY = -1.0
 """A value in place of a uniform that requests the most likely token."""

@@ -15,12 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
-from ...generation.contract import requested_states
-from ...generation.drafter import DRAFTERS
-from ...generation.tensors.masks import additive_mask, selected_positions
-from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import check_index
-from ...generation.tensors.wrapped_models import (
+from ...generation.backbone.wrapped_models import (
     Kwargs,
     PicklableMixin,
     WrapperMixin,
@@ -30,6 +25,11 @@ from ...generation.tensors.wrapped_models import (
     merged_copy,
     same_backbone,
 )
+from ...generation.contract import requested_states
+from ...generation.drafter import DRAFTERS
+from ...generation.tensors.masks import additive_mask, selected_positions
+from ...generation.tensors.saving import reads_whole
+from ...generation.tensors.tensor_files import check_index
 from ..common.loading import StrictLoadingMixin
 from ..common.online import OwnLossMixin
 from ..common.outputs import PTPOutput

@@ -21,9 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.ptp import PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_fields
+from ...generation.backbone.wrapped_models import LayerDivision, adapter_marks, base_layer, unwrap
 from ...generation.drafter import DRAFTERS
-from ...generation.tensors.shared_models import LayerDivision
-from ...generation.tensors.wrapped_models import adapter_marks, base_layer, unwrap
 from ..common.loading import StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution

@@ -11,7 +11,6 @@ from transformers import (
     MegatronBertConfig,
     MptConfig,
     OpenAIGPTConfig,
-    RecurrentGemmaConfig,
     RoFormerConfig,
     RoFormerForCausalLM,
 )
@@ -86,20 +85,3 @@ def test_trees_need_attention_with_dense_masks():
         model.config._attn_implementation = "flash_attention_2"
         with pytest.raises(ValueError, match="flash_attention_2"):
             model.generate(prompt, assistant_model=drafter, max_new_tokens=8, **asked)
-
-
-def test_states_that_read_a_block_otherwise_than_its_tokens_decode_plainly():
-    torch.manual_seed(1)
-    sizes = dict(SIZES, num_hidden_layers=3, num_key_value_heads=1, head_dim=8, lru_width=32, attention_window_size=8)
-    model = AutoModelForCausalLM.from_config(
-        RecurrentGemmaConfig(
-            vocab_size=48, intermediate_size=64, w_init_variance_scale=1.0, pad_token_id=0, eos_token_id=None, **sizes
-        )
-    ).eval()
-    model.generation_config.eos_token_id = None
-    batch, options = left_padded(prompts(3)), dict(max_new_tokens=12, do_sample=False)
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    out = model.generate(**batch, **options, assistant_model=drafter)
-    assert torch.equal(out, model.generate(**batch, **options))
-    with pytest.raises(ValueError, match="use_mtp=True.*RecurrentGemmaForCausalLM"):
-        model.generate(**batch, **options, assistant_model=drafter, use_mtp=True)

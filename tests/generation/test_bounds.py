@@ -1,41 +1,23 @@
 """Drafts and trees are no larger than a call can use, also where options ask for more."""
 
-import tracemalloc
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tests.every_model import llama
-from tokenahead import (
-    DrafterCascade,
-    EagleHead,
-    LookaheadDrafter,
-    MTPHeads,
-    NgramDrafter,
-    PTPStudent,
-    RecyclingDrafter,
-    SuffixDrafter,
-)
+from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, RecyclingDrafter, SuffixDrafter
 from tokenahead.generation.call.options import CallOptions
 from tokenahead.generation.trees.building import ranked_tree
 
-HUGE = 10**6, 10**9, 2**62, 2**70
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 5, 6, 9, 5, 6, 9]])
 DRAFTERS = {
     "ngram": lambda base: NgramDrafter().attach(base),
-    "branches": lambda base: NgramDrafter(num_tokens=10**9, branches=10**9).attach(base),
     "suffix": lambda base: SuffixDrafter().attach(base),
     "recycling": lambda base: RecyclingDrafter().attach(base),
-    "lookahead": lambda base: LookaheadDrafter().attach(base),
     "heads": lambda base: MTPHeads.from_backbone(base, window=4),
     "eagle 1": lambda base: EagleHead.from_backbone(base, version=1),
-    "eagle 3": lambda base: EagleHead.from_backbone(base, draft_length=10**9),
-    "slots": lambda base: PTPStudent.from_backbone(base, num_slots=3, lora_rank=2),
     "cascade": lambda base: DrafterCascade([SuffixDrafter(), EagleHead.from_backbone(base, version=1)]).attach(base),
-    "joined": lambda base: DrafterCascade([SuffixDrafter(), MTPHeads.from_backbone(base, window=4)], joins=True).attach(
-        base
-    ),
 }
 TREES = ({"depth": 10**9}, {"top_k": 10**9}, {"top_k": 2**62, "total_tokens": 2**62})
 
@@ -53,21 +35,8 @@ def detaching(drafter):
         each.detach()
 
 
-@pytest.mark.by_day("sampled-suffix", "greedy-heads", "greedy-slots", "sampled-joined")
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
-def test_huge_drafts_change_nothing(base, kind, options):
-    with detaching(DRAFTERS[kind](base)) as drafter:
-        wanted = base.generate(PROMPT, max_new_tokens=12)
-        for number in HUGE:
-            out = base.generate(
-                PROMPT, max_new_tokens=12, assistant_model=drafter, num_assistant_tokens=number, **options
-            )
-            assert options["do_sample"] or torch.equal(out, wanted)
-
-
 @pytest.mark.by_day("False-suffix", "True-heads", "False-cascade")
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "recycling", "heads", "eagle 1", "cascade"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_huge_trees_change_nothing(base, kind, do_sample):
     with detaching(DRAFTERS[kind](base)) as drafter:
@@ -99,11 +68,3 @@ def test_a_rank_beyond_the_vocabulary_is_refused():
     for rank in [64, 10**9, 2**62, 2**70]:
         with pytest.raises(ValueError, match=f"{rank}"):
             ranked_tree([(0,), (rank,)], torch.zeros(1, 64), lambda tokens, parents: torch.zeros(1, 1, 64))
-
-
-def test_a_huge_request_allocates_little(base):
-    with detaching(NgramDrafter().attach(base)) as drafter:
-        tracemalloc.start()
-        base.generate(PROMPT, max_new_tokens=4, assistant_model=drafter, num_assistant_tokens=10**6)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 24
-        tracemalloc.stop()

@@ -111,24 +111,6 @@ CONSTRAINTS = {
 }
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("constraint", CONSTRAINTS)
-@pytest.mark.parametrize("name", ["ff", "hydra", *LOOK_UPS])
-def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
-    model = backbone()
-    drafter = drafter_of(name, model)
-    trees = {"ngram": {"draft_tree": {"top_k": 2}}, "lookahead": {}}.get(name, TREE)
-    batch = prompts(4)
-    width = max(map(len, batch))
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in batch])
-    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in batch])
-    common = dict(attention_mask=mask, do_sample=False, max_new_tokens=18)
-    want = model.generate(ids, **common, **CONSTRAINTS[constraint]())
-    for options in ({}, trees):
-        out = model.generate(ids, assistant_model=drafter, **common, **options, **CONSTRAINTS[constraint]())
-        assert torch.equal(out, want)
-
-
 @pytest.mark.by_day("hmm")
 @pytest.mark.parametrize("name", ["ff", "hmm", "hydra"])
 def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):
@@ -189,15 +171,6 @@ def test_prefix_functions_are_asked_by_row_and_never_after_an_end(do_sample):
         assert seen == plain  # transformers 5.24 numbers prompts, older versions rows
 
 
-def test_rows_are_numbered_as_the_processor_says():
-    model, seen = backbone(), set()
-    function = library.PrefixConstrainedLogitsProcessor(lambda row, ids: seen.add(row) or ALLOWED, 2)
-    ids, heads = prompts(1)[0].expand(4, -1), train_heads(model, steps=1, **HEADS["ff"])
-    common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6)
-    model.generate(ids, logits_processor=[function], assistant_model=heads, **common)
-    assert seen == {0, 1}
-
-
 NONE = torch.zeros(V, dtype=torch.bool)
 SOME = NONE.index_fill(0, torch.tensor(ALLOWED), True)
 DEAD_END = {
@@ -218,24 +191,6 @@ def test_a_state_that_allows_nothing_is_named_once_the_text_reaches_it():
         model.generate(ids, max_new_tokens=4, **common, **DEAD_END[way]())
         with pytest.raises(ValueError, match="prefix_allowed_tokens_fn|PrefixConstrained|TableAutomaton"):
             model.generate(ids, max_new_tokens=9, **common, **DEAD_END[way]())
-
-
-class Wide(AutomatonProcessor):
-    start = 0
-
-    def allowed(self, state):
-        return torch.arange(V + 2) > V
-
-
-def test_masks_beyond_the_vocabulary_are_refused():
-    for way, message in [
-        ({"logits_processor": [Wide()]}, f"Wide.*{V}.*{V + 2}"),
-        ({"logits_processor": [only(torch.ones(V + 1).bool())]}, f"TableAutomaton.*{V}.*{V + 1}"),
-    ]:
-        model, ids = backbone(), prompts(1)[0][None]
-        drafter = NgramDrafter().attach(model)
-        with pytest.raises(ValueError, match=message):
-            model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=4, **way)
 
 
 class Liar(LogitsProcessor):

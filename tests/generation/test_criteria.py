@@ -14,8 +14,6 @@ from transformers import (
 )
 
 from tests.every_model import llama
-from tests.families import family_model, shake
-from tests.models import tiny_model
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
 from tokenahead.generation.call.sequences import NewTokens, Sequences
@@ -176,28 +174,6 @@ def test_texts_are_those_of_plain_decoding(kind, decide, eos):
             assert len(accepted) < length <= 1 + sum(accepted) + len(accepted)
         for other in (stats.rows_drafts, stats.rows_depths):
             assert stats.rows_calls == [1 + len(each) for each in other]
-
-
-@pytest.mark.by_day("qwen3_next")
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next", "inkling_text", "evabyte"])
-def test_returned_caches_go_on_where_the_batch_was_stopped(name):
-    """Whether sequences run ahead (their columns are cut), or wait for each other (other caches cannot be cut)."""
-    torch.manual_seed(0)
-    model = (tiny_model() if name == "evabyte" else shake(family_model(name))).eval()
-    size = model.config.get_text_config().vocab_size
-    drafter = KnowingChains(size).attach(model)
-    batch = batch_of(3) | {"eos_token_id": None}
-    drafter.texts = model.generate(**batch, use_mtp=False).tolist()
-    batch["stopping_criteria"] = [StopsAt(29)]
-    want = model.generate(**batch, use_mtp=False)
-    assert want.shape[1] == 29
-    out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True)
-    assert out.sequences.equal(want) and sum(map(sum, out.speculation.rows_accepted)) > 0
-    again = torch.cat([want, torch.full((4, 2), 9)], dim=1)
-    mask = torch.nn.functional.pad(batch["attention_mask"], (0, again.shape[1] - 9), value=1)
-    del batch["stopping_criteria"]
-    more = batch | dict(input_ids=again, attention_mask=mask, max_new_tokens=8, use_mtp=False)
-    assert model.generate(**more, past_key_values=out.past_key_values).equal(model.generate(**more))
 
 
 def test_sequences_that_run_ahead_meet_no_end_of_a_table():

@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from tests.models import left_padded
 from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
+from tokenahead.generation.backbone import static as buffers_module
+from tokenahead.generation.backbone.static import Buffers
 from tokenahead.generation.call.options import NumberCheck
 from tokenahead.generation.results import Cycle
-from tokenahead.generation.tensors import buffers as buffers_module
-from tokenahead.generation.tensors.buffers import Buffers
 from tokenahead.generation.tensors.masks import cached_arange
 from tokenahead.modeling.heads.attached import HeadSession
 
@@ -272,20 +271,6 @@ def test_what_no_graph_can_repeat_is_refused_with_its_reason(model, drafter, fak
         handle is None or handle.remove()
     told = fixed.speculation.graphs
     assert what in told.reasons["cycle"] and not told.replayed and not told.recorded
-
-
-class OnCuda(torch.nn.Module):
-    """A model with a weight on an accelerator."""
-
-    def parameters(self, recurse=True):
-        return iter([SimpleNamespace(device=torch.device("cuda", 0))])
-
-
-def test_a_call_within_a_recording_of_the_user_records_nothing(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "capture" in graphs_module.obstacle_to_graphs(OnCuda())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert graphs_module.obstacle_to_graphs(OnCuda()) is None
 
 
 def test_a_wait_for_the_device_is_found_before_anything_is_recorded(monkeypatch):

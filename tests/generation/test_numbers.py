@@ -7,7 +7,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from tests import backbones, models
-from tests.assisted import assisted_generate
 from tests.generation.test_replay import recurrent_model
 from tokenahead import (
     AssistantDrafter,
@@ -136,23 +135,6 @@ def test_numbers_of_a_model_that_drafts_for_itself_leave_the_text_alone(name, wa
     model.generate(PROMPT, max_new_tokens=NEW, do_sample=True)
 
 
-@pytest.mark.by_day(each=1)
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"remove_invalid_values": True}])
-@pytest.mark.parametrize("eager", [False, True])
-def test_slots_that_are_nan_leave_the_text_alone_on_every_cache(options, eager, warned):
-    base = llama(attn_implementation="eager") if eager else llama()
-    plain = [base.generate(prompt, max_new_tokens=NEW, **options) for prompt in (PROMPT, PROMPT[:1])]
-    student = PTPStudent.from_backbone(base, **SLOTS)
-    hurt(student.parameters(), "NaN")
-    for prompt, text in zip((PROMPT, PROMPT[:1]), plain):
-        out = base.generate(
-            prompt, max_new_tokens=NEW, assistant_model=student, return_dict_in_generate=True, **options
-        )
-        assert out.sequences.equal(text)
-        assert not any(draft for row in out.speculation.rows_drafts for draft in row)  # left out after the first cycle
-    assert len(warned()) == 1
-
-
 CACHES = {
     "llama": {}, "llama, static": {"cache_implementation": "static"}, "mistral": {}, "gemma3": {}, "evabyte": {},
     "qwen3_next": {},
@@ -213,18 +195,6 @@ def test_a_backbone_that_is_not_finite_is_an_error(name, value, options, warned)
     assert base.generate(PROMPT, max_new_tokens=4, assistant_model=drafter).shape == (3, 8)
 
 
-def test_a_model_that_drafts_for_itself_and_is_not_finite_is_an_error():
-    for name in WITHIN:
-        model = WITHIN[name]()
-        with torch.no_grad():
-            next(p for n, p in model.named_parameters() if n.endswith("norm.weight") and "mtp" not in n).fill_(
-                float("nan")
-            )
-        for options in ({}, {"do_sample": True}):
-            with pytest.raises(ValueError, match="sequence 0: the scores of the backbone.*not finite"):
-                model.generate(PROMPT, max_new_tokens=NEW, **options)
-
-
 def test_sequences_that_have_ended_may_hold_anything():
     base = llama()
     plain = base.generate(PROMPT, max_new_tokens=NEW)
@@ -265,14 +235,3 @@ def test_infinite_scores_of_processors_decide_as_in_plain_decoding(warned):
         drafter = DRAFTERS[name](base)
         assert base.generate(PROMPT, max_new_tokens=NEW, logits_processor=forces, assistant_model=drafter).equal(want)
         assert not warned()
-
-
-@pytest.mark.parametrize("name", ["ff", "EAGLE-1", "assistant"])
-def test_the_loop_of_transformers_is_given_no_such_drafts(name, warned):
-    base = llama()
-    plain = base.generate(PROMPT[:1], max_new_tokens=NEW)
-    drafter = DRAFTERS[name](base)
-    hurt(own_parameters(drafter), "NaN")
-    assert assisted_generate(base, PROMPT[:1], drafter, max_new_tokens=NEW).equal(plain)
-    assert assisted_generate(base, PROMPT[:1], drafter, max_new_tokens=NEW, do_sample=True).shape == (1, 4 + NEW)
-    assert len(warned()) == 1 and type(drafter).__name__ in warned()[0]

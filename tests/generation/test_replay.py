@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaCo
 from tests.families import RECURRENT, family_config, random_ids, shake
 from tests.models import left_padded
 from tokenahead import NgramDrafter
-from tokenahead.generation.backbone.replay import Replay
-from tokenahead.generation.backbone.target import is_recurrent
+from tokenahead.generation.backbone.target import Replay
 
 
 def recurrent_model(name, **changes):
@@ -93,11 +92,6 @@ def test_another_thread_on_the_same_model_is_not_recorded():
         replay.keep([3, 1])
     for got, want in zip(states(caches[1]), states(caches[0])):
         assert torch.equal(got, want)
-
-
-def test_a_cache_of_attention_is_not_recurrent():
-    assert not is_recurrent(DynamicCache())
-    assert is_recurrent(DynamicCache(config=family_config("qwen3_next")))
 
 
 OTHERS = {  # backbones that have no modules: a layer that also attends, convolutions alone, states alone

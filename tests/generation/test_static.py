@@ -1,6 +1,5 @@
 """`cache_implementation="static"`: drafts are verified in room of one size, by graphs that are compiled once."""
 
-import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,14 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
 from tests.families import CHUNKED, family_config, shake
-from tests.gemma4_models import gemma4
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
-from tokenahead.configuration.cache_names import CACHE
 from tokenahead.generation.backbone import cache as cache_module
-from tokenahead.generation.tensors import buffers as buffers_module
 
 NEW = 24
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -28,6 +24,7 @@ NAMES = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "gpt_oss"]
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -100,35 +97,6 @@ def test_every_drafter_drafts_for_a_compiled_forward(make, options):
     assert graphs() == 0 and len(accepted) > 1
 
 
-def addresses(model):
-    """Where the keys and values of the model's last compiled call lie."""
-    return {place: tensor.data_ptr() for place, tensor in buffers_module._KEPT[model].tensors.items()}
-
-
-@pytest.mark.by_day("gemma3-True")
-@pytest.mark.parametrize(("name", "returns"), [("llama", False), ("llama", True), ("gemma3", True), ("gpt_oss", False)])
-def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
-    model, batch, other = model_of(name), left_padded(prompts(4)), left_padded(prompts(4, seed=6))
-    drafter, gc_was = NgramDrafter(longest=1).attach(model), gc.isenabled()
-    options = GREEDY | STATIC | dict(compile_config=compiled(), return_dict_in_generate=returns)
-    plain, plain_other = model.generate(**batch, **GREEDY), model.generate(**other, **GREEDY)
-    gc.disable()  # a call is over when its last reference goes
-    try:
-        kept = model.generate(**batch, **options, assistant_model=drafter)
-        first = addresses(model)
-        text = model.generate(**other, **options, assistant_model=drafter)
-        assert first and addresses(model) == first
-    finally:
-        gc.enable() if gc_was else None
-    for found, wanted in ((kept, plain), (text, plain_other)):
-        assert torch.equal(found.sequences if returns else found, wanted)
-    if returns:  # the cache of the first call is the user's, and still holds its text
-        going_on = dict(max_new_tokens=NEW + 8) | {CACHE: getattr(kept, CACHE)}
-        mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW), value=1)
-        again = model.generate(plain, attention_mask=mask, **GREEDY | going_on | {"max_new_tokens": 8})
-        assert torch.equal(again, model.generate(**batch, **GREEDY | {"max_new_tokens": NEW + 8}))
-
-
 def test_calls_of_two_threads_share_no_buffer():
     model, batches = model_of("llama"), [left_padded(prompts(4, seed=seed)) for seed in (5, 6)]
     drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
@@ -138,25 +106,6 @@ def test_calls_of_two_threads_share_no_buffer():
         runs = [pool.submit(model.generate, **batch, **options, assistant_model=drafter) for batch in batches * 3]
         texts = [run.result().sequences for run in runs]
     assert all(map(torch.equal, texts, plain * 3))
-
-
-def test_processors_that_are_no_accelerators_compile_nothing_unasked():
-    model = model_of("gemma3")
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    assert len(decoded(model, drafter, 5)) > 1 and graphs() == 0
-
-
-def test_room_that_the_config_asks_for_serves_longer_calls_without_a_new_graph():
-    model, options = model_of("llama"), {"compile_config": compiled(), "max_cache_len": 150}
-    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
-    decoded(model, drafter, 5, **options)
-    assert graphs() == 1
-    batch = left_padded([torch.arange(2, 40)] * 4)
-    common = GREEDY | dict(max_new_tokens=60)
-    plain = model.generate(**batch, **common)
-    graphs()
-    assert torch.equal(model.generate(**batch, **common, **STATIC, **options, assistant_model=drafter).sequences, plain)
-    assert graphs() == 0
 
 
 def test_drafts_stop_at_the_end_of_a_table_of_positions():
@@ -191,15 +140,6 @@ def test_slots_ride_along_in_one_graph(model, options):
         accepted |= set().union(*out.speculation.rows_accepted)
 
 
-def test_layers_that_take_no_fixed_room_decode_plainly():
-    for name in ["qwen3_next", "glm_moe_dsa"]:
-        torch.manual_seed(0)
-        model = shake(AutoModelForCausalLM.from_config(family_config(name))).eval()
-        drafter = NgramDrafter().attach(model)
-        with pytest.raises(ValueError, match="use_mtp=True.*cache_implementation='static'"):
-            model.generate(torch.randint(2, 24, (1, 9)), **GREEDY, **STATIC, assistant_model=drafter)
-
-
 SIZES = dict(
     vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=128, pad_token_id=None, bos_token_id=None, eos_token_id=None,
@@ -232,10 +172,3 @@ def test_texts_leave_the_window_that_all_layers_have(name, kind, monkeypatch):
     assert torch.equal(model.generate(prompt, assistant_model=drafter, **options).sequences, plain)
     out = model.generate(inputs_embeds=embeds, assistant_model=NgramDrafter().attach(model), **options)
     assert torch.equal(out.sequences, plain[:, 11:])
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared layers", "own layers"])
-def test_layers_with_heads_of_several_widths(shared):
-    """Gemma 4 has wider heads in layers without a window."""
-    model = gemma4(is_sharing=shared).double()
-    decoded(model, KnowingChains(48).attach(model), 5, num_assistant_tokens=4)

@@ -6,9 +6,8 @@ from transformers import DynamicCache
 
 from tests.backbones import ATTENTION_WINDOW, backbone
 from tokenahead.generation.backbone import cache as rows_module
-from tokenahead.generation.backbone.backbones import target_of
+from tokenahead.generation.backbone.backbones import shift_cache, target_of
 from tokenahead.generation.backbone.cache import CacheLayout, block_mask
-from tokenahead.generation.backbone.repacking import shift_cache
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.contract import DraftTree
 

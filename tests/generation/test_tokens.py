@@ -55,16 +55,6 @@ def test_buffer_grows_beyond_its_first_size():
     assert_rows(tokens, rows)
 
 
-def test_the_longest_row_may_fill_the_buffer():
-    """A short row's write must not reach beyond what the longest row needs, and the other way round."""
-    tokens = Sequences(torch.zeros(2, 1, dtype=torch.long))
-    tokens.write(torch.full((2, 250), 7))
-    tokens.keep(NewTokens([250, 0], CPU))
-    tokens.write(torch.arange(20).expand(2, 20))
-    tokens.keep(NewTokens([20, 20], CPU))
-    assert tokens.ids[0, 251:271].tolist() == tokens.ids[1, 1:21].tolist() == list(range(20))
-
-
 def test_prefix_shows_every_row_at_one_length():
     tokens, rows = simulate(batch=4, cycles=5, widest=4, seed=3)
     short, long = min(tokens.lengths), max(tokens.lengths) + 2
@@ -84,14 +74,6 @@ def test_lengths_on_the_device_follow_those_on_the_host():
     assert tokens.ends.tolist() == tokens.lengths == [len(row) for row in rows]
     count = min(tokens.lengths)
     assert tokens.newest(count).tolist() == [row[len(row) - count :] for row in rows]
-
-
-def test_columns_that_a_row_lacks_are_any():
-    tokens, rows = simulate(batch=4, cycles=7, widest=4, seed=5)
-    columns = torch.tensor([[-3, 0, len(row) - 1, 10**6] for row in rows])
-    assert tokens.at(columns)[:, 1:3].tolist() == [[row[0], row[-1]] for row in rows]
-    newest = tokens.newest(10**4)
-    assert newest.shape == (4, 10**4) and newest[:, -1].tolist() == [row[-1] for row in rows]
 
 
 def test_columns_are_padded_behind_a_rows_end():

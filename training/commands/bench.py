@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from ... import __version__
 from ...configuration.cache_names import CACHE, cache_of
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.backbone.wrapped_models import Kwargs
 from ..evaluation.bench import BLEU, CONTROL, EXACT, LINES, PLAIN, Bench, Protocol, largest_error, measured_results
 from ..evaluation.decoding import named_mode
 from ..evaluation.methods import methods_of

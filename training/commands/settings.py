@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ...configuration.fields import refuse
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.backbone.wrapped_models import Kwargs
 from ..requests import option
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra

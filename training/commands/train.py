@@ -34,10 +34,9 @@ from transformers.utils import logging
 from ... import __version__
 from ...configuration import PTPConfig
 from ...generation.attach import MTPGenerationMixin
+from ...generation.backbone.wrapped_models import Kwargs, load_sharded
 from ...generation.drafter import DRAFTERS
-from ...generation.tensors.shared_models import load_sharded
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import Kwargs
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.heads.joint import BACKBONE

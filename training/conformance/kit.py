@@ -29,11 +29,11 @@ from transformers import (
 
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter
+from ...generation.backbone.wrapped_models import untyped
 from ...generation.lookups.lookahead import LookaheadDrafter
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
-from ...generation.tensors.wrapped_models import untyped
 from ...modeling import BlockDrafter, EagleHead, MTPHeads
 from ..utils import one_line
 from .sampled import ALARM, LAST, SUSPECT, VOCABULARY, CoarseTests, Damping, Follows, Law, plain_probabilities

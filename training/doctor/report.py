@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from ...configuration.fields import field
 from ...generation.attach import MTPGenerationMixin
+from ...generation.backbone.wrapped_models import fingerprint, same_backbone
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields, optional_file, read_tensors, tensor_names, weight_files
-from ...generation.tensors.wrapped_models import fingerprint, same_backbone
 from ...modeling import EagleHead
 from ...modeling.common.draft_vocabulary import DraftVocabulary
 from ...modeling.common.learning import DraftModel

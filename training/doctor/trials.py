@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from ...configuration.fields import field
-from ...generation.tensors.wrapped_models import Kwargs, untyped
+from ...generation.backbone.wrapped_models import Kwargs, untyped
 from ...modeling import BlockDrafter, EagleHead, MTPHeads
 from ...modeling.common.drafter_configs import layer_fields
 from ...modeling.eagle.conversion import default_aux_layers, resolved_aux_layers

@@ -14,8 +14,8 @@ from huggingface_hub.dataclasses import strict
 
 from ...configuration.cache_names import cache_of
 from ...configuration.ptp import SAMPLING
+from ...generation.backbone.wrapped_models import Kwargs
 from ...generation.call.options import first_set
-from ...generation.tensors.wrapped_models import Kwargs
 from ..results import Number
 from ..utils import eos_ids, until_end
 from .drafts import GREEDY_RULE, SAMPLED, has_probs, usual_drafts

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import MTPGenerationMixin
+from ...generation.backbone.wrapped_models import Kwargs, carries_adapters
 from ...generation.lookups.cascade import DrafterCascade
 from ...generation.lookups.lookahead import LookaheadDrafter
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.tensor_files import check_index
-from ...generation.tensors.wrapped_models import Kwargs, carries_adapters
 from ..loading import load_drafter
 from ..results import source_mark
 from ..utils import one_line

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.backbone.wrapped_models import Kwargs
 from ..columns import PROMPTS, check_columns, template_options
 from ..utils import needs_extra
 

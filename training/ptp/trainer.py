@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ...generation.tensors.shared_models import check_whole, shard
-from ...generation.tensors.wrapped_models import checkpoints_activations
+from ...generation.backbone.wrapped_models import check_whole, checkpoints_activations, shard
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import GREEDY

@@ -174,8 +174,11 @@ def run_demo(measurement: Measurement, subject: DemoModel, output: str | Path = 
     """Measure a model, show its outputs, and write results and figures into a directory; return the results.
 
     Raises:
+        FileExistsError: The directory holds files of something else, before anything is measured.
         ValueError: Nothing could be measured.
     """
+    if any(Path(output).glob("*")) and not (Path(output) / RESULTS).is_file():
+        raise FileExistsError(f"--output {output} holds files that the demo did not make: name another directory")
     console = Console(highlight=False, emoji=False)
     logging.disable_progress_bar()
     logging.set_verbosity_error()

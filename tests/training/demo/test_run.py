@@ -92,6 +92,12 @@ def test_a_damaged_file_is_named_before_anything_is_measured(box):
         weights.write_bytes(before)
 
 
+def test_someone_elses_directory_is_refused(box, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="--output"):
+        run_demo(Measurement(**FEW), box_model(box), tmp_path)
+
+
 def test_prompts_follow_from_the_seed(box):
     first, again, other = (box_model(box, 8, seed=seed).prompts for seed in (0, 0, 1))
     assert first == again != other and all(len(each.turns[0]) <= 320 for each in first)

@@ -67,7 +67,6 @@ PARAMETERS = {
 
 OTHERS = [
     (torch.nn.Module, "_apply"),
-    (torch.nn.Linear(1, 1), "_compiled_call_impl"),
     (torch.nn.Linear(1, 1), "_backward_hooks"),
     (torch.nn.Linear(1, 1), "_buffers"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
@@ -90,7 +89,6 @@ WRITTEN_IN_SOURCE = [
     (accelerate.hooks, "_hf_hook"),
     (torch._dynamo.OptimizedModule, "_orig_mod"),
     (trl.SFTTrainer, "_metrics"),
-    (trl.SFTTrainer, "_total_train_tokens"),
 ]
 """Names of other libraries that objects get at run time."""
 

@@ -18,7 +18,6 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
-from accelerate.utils.modeling import get_state_dict_offloaded_model
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -128,11 +127,28 @@ def checkpointing_paused(model: nn.Module) -> Iterator[None]:
             state["gradient_checkpointing"] = True
 
 
+@contextmanager
+def weights_fetched(module: nn.Module) -> Iterator[None]:
+    """Let a hook of accelerate, which code that travels with models cannot import, fetch a module's own weights."""
+    hook = vars(module).get("_hf_hook")
+    if hook is not None:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.post_forward(module, None)
+
+
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model, with weights that are offloaded."""
-    state = model.state_dict()
-    is_offloaded = any(tensor.is_meta for tensor in state.values())
-    return state | get_state_dict_offloaded_model(model) if is_offloaded else state
+    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all submodules."""
+    state = dict(model.state_dict())
+    for prefix, module in model.named_modules():
+        if "_hf_hook" in vars(module):
+            with weights_fetched(module):
+                fetched = module.state_dict(prefix=f"{prefix}." if prefix else "")
+                state |= {name: tensor for name, tensor in fetched.items() if not tensor.is_meta}
+    return state
 
 
 def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:

@@ -13,7 +13,6 @@ from itertools import repeat
 from typing import Any, cast
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -28,7 +27,7 @@ from transformers.masking_utils import (
 from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
-from ...generation.backbone.wrapped_models import Kwargs, call_frozen, is_unit, untyped
+from ...generation.backbone.wrapped_models import Kwargs, call_frozen, is_unit, untyped, weights_fetched
 from ...generation.tensors.masks import model_mask
 from ...generation.tensors.tensor_files import Fields
 from .draft_vocabulary import DraftVocabulary
@@ -147,7 +146,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             if own.bias is not None:
                 own.bias.copy_(other(own.weight.new_zeros(1, own.in_features))[0])  # what it makes of 0
             continue
-        with align_module_device(other):
+        with weights_fetched(other):
             stored = dict(other.named_parameters(recurse=False))
             for part, weight in own.named_parameters(recurse=False):
                 weight.copy_(_gathered(stored[part]))

@@ -267,8 +267,8 @@ class DeepSeekMTP(
         self.loss_options.weight = float(value)
 
     def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen."""
-        if part not in ("all", "drafter", "mtp"):
+        """Choose what is trained: `"all"`, or `"drafter"`: the modules, with the backbone frozen."""
+        if part not in ("all", "drafter"):
             raise ValueError(f"part={part!r} is unknown; choose 'all' or 'drafter'")
         self.main.requires_grad_(part == "all")
         self.mtp.requires_grad_(True)

@@ -412,8 +412,8 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
         return embeddings
 
     def train_only(self, part: str) -> None:
-        """Choose what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen."""
-        if part not in ("all", "drafter", "heads"):
+        """Choose what is trained: `"all"`, or `"drafter"`, with backbone and next-byte head frozen."""
+        if part not in ("all", "drafter"):
             raise ValueError(f"train_only({part!r}): choose 'all' or 'drafter'")
         if part == "all" and self.draft_layers is not None:
             raise ValueError("train_only('all'): draft layers need a frozen backbone; choose 'drafter'")

@@ -240,6 +240,22 @@ def test_a_row_without_a_usable_answer_is_named_and_loses_no_other(case, tmp_pat
     assert len(server.asked) - asked < 4  # the row, and what failed on its way
 
 
+def test_faults_between_answers_do_not_end_a_run():
+    """Every second row fails, more of them than end a run in turn."""
+    asked = dict(enumerate(prompts(60)))
+    failing = [prompt for row, prompt in asked.items() if row % 2]
+
+    def changed(found):
+        if found["choices"][0]["prompt_token_ids"] in failing:
+            found["choices"] = []
+
+    answers = []
+    with serving(changed=changed) as (_, url), pytest.raises(EndpointError, match="and 29 further rows"):
+        for row, _ in endpoint(url, tries=1, concurrency=1).completions(asked, TOKENS, 0, {}):
+            answers.append(row)
+    assert answers == list(range(0, 60, 2))
+
+
 def test_ids_lie_below_the_vocabulary_that_is_named(tmp_path):
     with serving(changed=lambda found: found["choices"][0].update(token_ids=[40, 50])) as (_, url):
         prompt = {0: [3]}

@@ -14,7 +14,7 @@ from tests.programs import ROOT, Program
 from tests.training import process_client
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead.modeling.heads.joint import JointMTPModel
-from tokenahead.training import trainer_base
+from tokenahead.training.trainer_base import BaseTrainer
 
 CONFIG = ROOT / "examples" / "accelerate" / "fsdp2.yaml"
 SHARDED = ["evabyte", "heads", "joint", "joint_layers", "modules", "eagle", "parallel", "masks"]
@@ -102,9 +102,13 @@ def test_shards_do_what_one_process_does(name, two, alone):
 
 def test_a_sharding_that_heads_cannot_follow_is_refused(tmp_path, monkeypatch):
     """What DeepSpeed is asked for is known before it does anything; here nobody asks for it really."""
-    plugin = SimpleNamespace(zero_stage=3)
-    monkeypatch.setattr(trainer_base, "plugin_of_deepspeed", lambda trainer: plugin)
+    make = BaseTrainer.create_accelerator_and_postprocess
+
+    def asked(trainer):
+        make(trainer)
+        trainer.is_deepspeed_enabled = True
+        trainer.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+
+    monkeypatch.setattr(BaseTrainer, "create_accelerator_and_postprocess", asked)
     with pytest.raises(ValueError, match="zero_stage=.*3.*DeepSpeed"):
         trainer_for(small_model(), tmp_path, ragged_rows())
-    plugin.zero_stage = 2
-    trainer_for(small_model(), tmp_path, ragged_rows())

@@ -44,7 +44,7 @@ def moved(model, before):
 def test_heads_move_and_the_backbone_does_not(head, tmp_path):
     model = tiny_model()
     model.set_head(**head)
-    model.train_only("heads")
+    model.train_only("drafter")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = trainer_of(model, tmp_path)
     trainer.train()

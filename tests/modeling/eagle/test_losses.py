@@ -128,6 +128,12 @@ def test_noise_is_for_training_alone():
     assert not torch.equal(head.train()(IDS, labels=IDS).loss, quiet)
 
 
+def test_noise_is_centred(monkeypatch):
+    monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 0.5))
+    head = head_and_batch(version=1, loss_options={"noise": 0.2})
+    assert torch.equal(head.train()(IDS, labels=IDS).loss, head.eval()(IDS, labels=IDS).loss)
+
+
 @pytest.mark.parametrize(("version", "options"), OBJECTIVES[1:], ids=["eagle1", "hass"])
 def test_noise_is_as_wide_as_the_text_is_short(version, options, monkeypatch):
     """With any padding of a text, and with any other texts packed into its row."""

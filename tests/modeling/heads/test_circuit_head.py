@@ -110,7 +110,7 @@ def test_save_load_and_generate(options, tmp_path):
 def test_training_the_head_alone_moves_it_and_nothing_else(options):
     model = tiny_model().train()
     model.set_head(rank=3, window=6, **options)
-    model.train_only("heads")
+    model.train_only("drafter")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
@@ -133,7 +133,7 @@ def test_components_separate_in_training(kind):
     text = pairs[torch.randint(0, 2, (32, 12))].flatten(1)
     model = tiny_model().train()
     model.set_head(head_type=kind, window=4, rank=4)
-    model.train_only("heads")
+    model.train_only("drafter")
     leaf = model.mtp_head.leaf.weight
     spread = lambda: leaf.detach().view(4, 4, 320, -1).std(1).mean()  # noqa: E731
     assert spread() == 0

@@ -117,7 +117,7 @@ def test_folders_of_earlier_runs(settings_of, tmp_path, capsys):
 
     assert "holds checkpoint-4 of an earlier run" in refused()
     other = ("--resume_from_checkpoint", "true", "--drafter_options", '{"head_type": "cp", "rank": 2}')
-    assert "head_type='ff', and this model head_type='cp'" in refused(*other)
+    assert "head_type='ff', and this model 'cp'" in refused(*other)
     assert "checkpoint-9" in refused("--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-9"))
 
 

@@ -204,17 +204,8 @@ def _peft_hooks(model: nn.Module) -> list[tuple[dict[int, Callable[..., object]]
     return [each for each in named if each[2]]
 
 
-class PicklableMixin(nn.Module):
-    """A model around one of transformers that can be pickled after hidden states were collected."""
-
-    def __getstate__(self) -> dict[str, object]:
-        """Return all attributes, after those functions are removed."""
-        drop_collectors(self)
-        return vars(self)
-
-
-class WrapperMixin:
-    """The embeddings of a backbone, for a model around it."""
+class WrapperMixin(nn.Module):
+    """The embeddings of a backbone, for a model around it, which can be pickled after hidden states were collected."""
 
     base_model_prefix: str
     takes_shares = False  # whether it learns where processes share a frozen backbone
@@ -230,6 +221,10 @@ class WrapperMixin:
         if not self.takes_shares or holds_shares(self.inner, learn=True):
             check_whole(self.inner, f"a trainer of {type(self).__name__}")
         return training_size(self.inner, type(self).__name__)
+
+    def __getstate__(self) -> dict[str, object]:
+        drop_collectors(self)
+        return vars(self)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the backbone's."""

@@ -20,7 +20,6 @@ from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, c
 from ...generation.attach import MTPGenerationMixin
 from ...generation.backbone.wrapped_models import (
     Kwargs,
-    PicklableMixin,
     WrapperMixin,
     checkpointing_paused,
     input_embeddings,
@@ -63,9 +62,7 @@ _NO_PREDICTIONS = [
 ]
 
 
-class DeepSeekMTP(
-    OwnLossMixin, WrapperMixin, OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel
-):
+class DeepSeekMTP(OwnLossMixin, WrapperMixin, OfficialCheckpointModel, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
     Checkpoints have the layout that DeepSeek and GLM publish: plain transformers, vLLM and SGLang read them too.

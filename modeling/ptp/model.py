@@ -17,7 +17,6 @@ from ...configuration.fields import check_options
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.backbone.wrapped_models import (
     Kwargs,
-    PicklableMixin,
     WrapperMixin,
     checkpointing_paused,
     checkpoints_activations,
@@ -44,7 +43,6 @@ from .inputs import SlotPartsMixin, check_backbone
 class PTPForCausalLM(
     OwnLossMixin,
     StrictLoadingMixin,
-    PicklableMixin,
     WrapperMixin,
     SlotPartsMixin,
     ParallelGenerationMixin,

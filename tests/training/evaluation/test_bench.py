@@ -282,6 +282,13 @@ def test_speed_of_whole_calls_and_without_the_prompts():
     assert row.micro_speed_up == pytest.approx(40 / 20 * 41 / 40) and row.call_ms == pytest.approx(2000)
 
 
+def test_figures_of_one_run_leave_out_the_prompts_call():
+    run, plain = pair(list(range(41)), [3] * 10, 20.0)
+    assert run.speed == 2.0 and plain.speed == pytest.approx(40 / 41)
+    run.accepted = []  # drafts that nobody counted: all calls but the prompt's verify
+    assert result_of("x", GREEDY, 1, [(run, plain)], 0.0).tokens_per_verification == pytest.approx(4.0)
+
+
 def test_forced_answers_end_no_earlier(folders, tmp_path):
     """Half of all bytes end an answer here, so that none is as long as it may be."""
     model = llama(vocab_size=320, max_position_embeddings=512)

@@ -29,7 +29,7 @@ from .results import Cycle, GenerateSpeculativeOutput, Results
 
 R = TypeVar("R")
 REGION_OBSERVER: Callable[..., Any] | None = None
-"""Called in place of a region that could be replayed: `"cycle"`, or `"forward"` where the rest needs the host."""
+"""Tests set it: it runs regions that could be replayed, `"cycle"`, or `"forward"` where the rest needs the host."""
 
 
 class SpeculativeLoop:
@@ -87,11 +87,11 @@ class SpeculativeLoop:
         return self._settled(self._on_host(self._verified(*self._region("forward", self._read, length))))
 
     def _region(self, name: str, function: Callable[..., R], *args: Any) -> R:
-        """Return what a part of a cycle returns in which the host waits for nothing."""
+        """Run a part of a cycle in which the host waits for nothing, which a replay may replace."""
         return function(*args) if self.observer is None else self.observer(name, function, *args)
 
     def _read(self, length: int, drafted: DraftTree | None = None) -> tuple[DraftTree, TargetOutput]:
-        """Draft, where nobody has, and call the backbone on b and the draft."""
+        """Draft, unless `recorded` has drafted on the host, and call the backbone on b and the draft."""
         tree = drafted or self.session.propose(self.results.tokens, length)
         tree.numbers = self.plan.draft_options.numbers.taken(tree.tokens.device)
         block = torch.cat([self.results.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
@@ -124,7 +124,7 @@ class SpeculativeLoop:
         """Count the new tokens, leave them in the cache, and show the session what was verified."""
         cycle = self._sound(cycle)
         new, accepted = self.results.take(cycle)
-        # a sequence that was cut keeps fewer tokens than were accepted and added, and a draft is the last of them
+        # of a sequence that was cut, the last token that is left is a draft, and counts as the added one
         if self.results.stopping.holds and sum(new.counts) < sum(accepted) + len(accepted):
             cycle.result = cycle.result.first(new.on_device)
         self._move_on(cycle, new)

@@ -145,7 +145,7 @@ def _card_on_hub(
             return render_card(model, None, repo_id=repo_id, tags=tags, remote_code=remote_code)
         return None
     data: Any = card.data
-    data.tags = [*(data.tags or ()), *tags]
+    data.tags = [*dict.fromkeys([*(data.tags or ()), *tags])]
     return card if tags else None
 
 

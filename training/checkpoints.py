@@ -49,6 +49,10 @@ def last_whole_checkpoint(run: str | PathLike) -> str | None:
 def fault_of(checkpoint: Path) -> str | None:
     """Return which file of a checkpoint is missing or damaged, by the checksums that its save wrote last."""
     finish(checkpoint)
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        return f"{TRAINER_STATE_NAME} is missing"
+    if not (checkpoint / _SUMS).exists() and not any(checkpoint.parent.glob(f"checkpoint-*/{_SUMS}")):
+        return None  # of a run that wrote none, or pushed before it did
     try:
         known = json.loads((checkpoint / _SUMS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -58,8 +58,9 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if state.global_step:
-            chosen = Path(args.resume_from_checkpoint or "")
-            self.load(chosen if (chosen / ONLINE_DIRECTORY).is_dir() else _checkpoint(args, state))
+            chosen = args.resume_from_checkpoint
+            is_whole = isinstance(chosen, str) and Path(chosen, ONLINE_DIRECTORY).is_dir()
+            self.load(chosen if isinstance(chosen, str) and is_whole else _checkpoint(args, state))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -78,6 +78,12 @@ class LoadsModel:
 
     model: str = option(help=NAME)
     dtype: str = option("auto", "of the weights (auto: the checkpoint's)", choices=_DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoosesDevice:
+    """Options of commands that run a model where they are told."""
+
     device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
 
 
@@ -120,7 +126,7 @@ class DemoRequest(NamesDrafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorRequest(NamesDrafter):
+class DoctorRequest(ChoosesDevice, NamesDrafter):
     """Options of `tokenahead doctor`."""
 
     prompts: Path | None = option(None, _PROMPTS, metavar="FILE")
@@ -132,7 +138,7 @@ class DoctorRequest(NamesDrafter):
 
 
 @dataclass(frozen=True)
-class GenerateRequest(NamesDrafter):
+class GenerateRequest(ChoosesDevice, NamesDrafter):
     """Options of `tokenahead generate`. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples."""
 
     model: str = option(help=NAME)

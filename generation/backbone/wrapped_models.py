@@ -499,8 +499,9 @@ def shares_hidden(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, every in held.items():
-            for name in every.keys() - module._parameters.keys():
-                vars(module).pop(name, None)
+            for name, each in every.items():
+                if isinstance(each, DTensor):
+                    vars(module).pop(name, None)
             module._parameters = every | module._parameters  # in the order before
 
 

@@ -151,7 +151,7 @@ class RecordingSession(DraftSession):
             self.states.append(self._states(outputs.first(new.longest)))
             self.ids.append(result.tokens[:, : new.longest])
             self.counts.append(new.counts)
-            self.left -= self.ids[-1].numel()
+            self.left -= sum(new.counts)
         self.session.advance(outputs, result)
 
     def finish(self, statistics: Speculation) -> None:

@@ -5,7 +5,7 @@ and the few parts that a plain layer lacks, loads everything at once, with all t
 experts, quantised weights, shards, dtypes and devices. Afterwards the extra layers are taken out again (`split`).
 
 Before it, headers are checked for what transformers would load wrongly without a warning. Float8 is dequantised here,
-since transformers refuses a matrix that ends within a block, and cannot save the model afterwards.
+since transformers misreads or refuses a matrix that ends within a block, and cannot save the model afterwards.
 """
 
 from __future__ import annotations

@@ -78,12 +78,10 @@ class EagleNetwork(DraftModel):
         self.hidden_layers, width = -1, config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
-        layers = [EagleLayer(config, index) for index in range(config.num_hidden_layers)]
-        if config.version == 3:
-            layers[0] = FusingLayer(config)
-        else:  # it reads fc [e(x_{t+1}); f_t] without a norm
-            cast(nn.Module, layers[0]).input_layernorm = nn.Identity()
-        self.layers = nn.ModuleList(layers)
+        first = FusingLayer(config) if config.version == 3 else EagleLayer(config, 0)
+        if config.version != 3:  # it reads fc [e(x_{t+1}); f_t] without a norm
+            cast(nn.Module, first).input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList([first, *(EagleLayer(config, each) for each in range(1, config.num_hidden_layers))])
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)

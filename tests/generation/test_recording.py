@@ -102,6 +102,17 @@ def test_a_call_of_more_tokens_than_the_buffer_holds(capacity):
     assert learner.update() is not None
 
 
+def test_sequences_that_have_ended_take_no_room():
+    """All but the first end after three tokens."""
+    drafter, batch = EagleHead.from_backbone(backbone(), aux_layers=[1, 2]), left_padded(prompts(4, seed=5))
+    learner, width = OnlineLearner(drafter, capacity=72), batch["input_ids"].shape[1]
+    asked = dict(max_new_tokens=24, do_sample=False, assistant_model=drafter, pad_token_id=0)
+    plain = drafter.backbone.generate(**batch, **asked | {"assistant_model": None})
+    out = drafter.backbone.generate(**batch, **asked, eos_token_id=plain[1:, width + 2].tolist())
+    assert out.shape == plain.shape and not out[1:, width + 3 :].any()
+    assert out[0, -20:].tolist() in [row["input_ids"][-20:].tolist() for row in kept(learner)]
+
+
 def test_nothing_but_the_drafter_changes():
     model = backbone()
     head = EagleHead.from_backbone(model, aux_layers=[1, 2]).eval()

@@ -75,7 +75,7 @@ def test_the_core_works_without_extras_and_what_needs_one_names_it():
     assert done.stderr.splitlines() == [
         "tokenahead demo: the demo needs 'rich', of tokenahead[demo]: in a checkout, pip install '.[demo]'",
         "tokenahead demo: the demo needs 'matplotlib', of tokenahead[demo]: in a checkout, pip install '.[demo]'",
-        "a trainer of TRL needs 'datasets', of tokenahead[train]: in a checkout, pip install '.[train]'",
+        "a trainer of TRL needs 'trl', of tokenahead[train]: in a checkout, pip install '.[train]'",
     ]
 
 

@@ -61,6 +61,8 @@ PARAMETERS = {
     "_save": "output_dir state_dict",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_prepare_inputs": "inputs",
+    "_push_from_checkpoint": "checkpoint_folder",
+    "_decode": "token_ids skip_special_tokens",
     "_set_signature_columns_if_needed": "",
 }
 """By function of transformers that we override or call: its first parameters, in order."""

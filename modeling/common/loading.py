@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import check_stored, hub_options
 from .remote_code import add_code, is_ours, push
 
+LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)
+"""Whether a checkpoint is being read: what it lacks is an error, and needs no values that take minutes to draw."""
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
 
 
@@ -50,7 +53,11 @@ class StrictLoadingMixin:
         if name is not None:
             check_stored(name, config, kwargs.get("variant"), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        token = LOADS.set(True)
+        try:
+            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        finally:
+            LOADS.reset(token)
         if missing := sorted(info["missing_keys"]):
             where = name or getattr(config, "_name_or_path", "")
             raise ValueError(f"{where}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {missing[:5]}")

@@ -23,7 +23,7 @@ from ...configuration.ptp import PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_fields
 from ...generation.backbone.wrapped_models import LayerDivision, adapter_marks, base_layer, unwrap
 from ...generation.drafter import DRAFTERS
-from ..common.loading import StrictLoadingMixin
+from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .conversion import write_run
@@ -35,6 +35,10 @@ from .model import PTPForCausalLM, dense_mask
 C = TypeVar("C", bound=PreTrainedConfig)
 
 
+class _Up(nn.ModuleDict):
+    """The B of a layer, which begins with zeros."""
+
+
 class LayerAdapter(PackedMixin):
     """The A and B of a layer with a gated adapter, apart from it."""
 
@@ -43,7 +47,8 @@ class LayerAdapter(PackedMixin):
         self.in_features, self.scaling = layer.in_features, dict(layer.scaling)
         for name in ("lora_A", "lora_B"):
             rows, columns = getattr(layer, name)[ADAPTER].weight.shape
-            self.add_module(name, nn.ModuleDict({ADAPTER: nn.Linear(columns, rows, bias=False)}))
+            kind = _Up if name == "lora_B" else nn.ModuleDict
+            self.add_module(name, kind({ADAPTER: nn.Linear(columns, rows, bias=False)}))
 
 
 class SlottedBackbone(PTPForCausalLM):
@@ -198,6 +203,15 @@ class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, Attachable
         state = {name.removeprefix("adapters."): each for name, each in self.state_dict().items()}
         dtype = self.config.get_text_config().dtype or torch.float32
         return write_run(folder, layout, self.config, state, self.config.base_model_name_or_path, dtype)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if LOADS.get() and next(module.parameters(recurse=False), None) is not None:
+            return
+        super()._init_weights(module)
+        if isinstance(module, _Up):
+            for up in module.parameters():
+                nn.init.zeros_(up)
 
     def made_for(self) -> Mapping[str, object]:
         made = self.config.get_text_config().get_text_config()

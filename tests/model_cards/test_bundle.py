@@ -39,7 +39,16 @@ def test_every_file_is_there_and_transformers_sees_every_import(entry, tmp_path)
         assert named == set(get_relative_imports(tmp_path / name))
         assert {f"{one}.py" for one in named} <= files.keys()
         needed |= set(get_imports(tmp_path / name)) - set(sys.stdlib_module_names)
-    of_transformers = {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "yaml", "packaging"}
+    of_transformers = {
+        "torch",
+        "transformers",
+        "huggingface_hub",
+        "safetensors",
+        "numpy",
+        "yaml",
+        "packaging",
+        "tokenizers",
+    }
     assert needed - of_transformers == ({"peft"} if entry.startswith("modeling.ptp.") else set())
     assert not any("tokenahead import" in text for text in files.values())
 

@@ -73,9 +73,9 @@ def eagle():
 
 PAIRS = {
     "another head": (small_model, lambda: circuit(2), "head_type='ff'.*'cp'"),
-    "another rank": (lambda: circuit(2), lambda: circuit(3), "rank=2.*rank=3"),
-    "another model": (lambda: heads(3), eagle, "model_type='mtp_heads'.*model_type='eagle_head'"),
-    "another window": (lambda: heads(3), lambda: heads(4), "window=3.*window=4"),
+    "another rank": (lambda: circuit(2), lambda: circuit(3), "rank=2.* 3"),
+    "another model": (lambda: heads(3), eagle, "model_type='mtp_heads'"),
+    "another window": (lambda: heads(3), lambda: heads(4), "window=3.* 4"),
     "other modules": (lambda: modules(2), lambda: modules(1), "num_nextn_predict_layers=2"),
     "another student": (student, lambda: student(lora_rank=2), "lora_rank=64.* 2"),
 }

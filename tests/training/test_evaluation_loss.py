@@ -37,7 +37,7 @@ def modules(**options):
 
 MODELS = {
     "evabyte": small_model,
-    "evabyte, circuit": lambda: with_circuit("heads"),
+    "evabyte, circuit": lambda: with_circuit("drafter"),
     "evabyte, circuit and backbone": with_circuit,
     "modules": modules,
     "modules, divided as in the paper": lambda: modules(normalization="paper", unroll_steps=3),

@@ -130,9 +130,8 @@ def measure(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
             measures = DraftMeasures(length=arguments.length)
             for text in texts:
                 measures.add(drafter, text)
-            calls = measures.calls["block"]
-            names = "expected_tokens_per_call", "expected_standard_error", "expected_by_position"
-            results[name] = dict(zip(names, (calls.tokens_per_call, calls.standard_error, calls.by_position)))
+            names = "tokens_per_call", "standard_error", "by_position"
+            results[name] = {f"expected_{each}": getattr(measures.calls["block"], each) for each in names}
             print(name, json.dumps(results[name]), flush=True)
             path.write_text(json.dumps(results, indent=1))
 

@@ -61,8 +61,6 @@ PARAMETERS = {
     "_save": "output_dir state_dict",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_prepare_inputs": "inputs",
-    "_push_from_checkpoint": "checkpoint_folder",
-    "_decode": "token_ids skip_special_tokens",
     "_set_signature_columns_if_needed": "",
 }
 """By function of transformers that we override or call: its first parameters, in order."""
@@ -83,6 +81,8 @@ OTHERS = [
     (accelerate.parallelism_config.ParallelismConfig, "_validate_accelerator"),
     (peft.LoraConfig, "_register_custom_module"),
     (trl.SFTTrainer, "_prepare_dataset"),
+    (trl.SFTTrainer, "_push_from_checkpoint"),
+    (transformers.PreTrainedTokenizerBase, "_decode"),
     (trl.SFTTrainer, "_tag_names"),
 ]
 """Names of other libraries that exist on a class or a module."""

@@ -201,7 +201,7 @@ def speculative_decoding(
         outputs, target = _prefill(plan)
         kind = GuardedLoop if plan.watch is None else StatefulLoop
         loop = static_loop_of(plan, target) if is_static else kind(plan, target)
-        output = loop.run(outputs, call.synced_gpus)
+        output = loop.run(outputs)
     if plan.schedule is not None:
         call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output

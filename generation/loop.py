@@ -28,8 +28,7 @@ from .plan import Plan
 from .results import Cycle, GenerateSpeculativeOutput, Results
 
 R = TypeVar("R")
-REGION_OBSERVER: Callable[..., Any] | None = None
-"""Tests set it: it runs regions that could be replayed, `"cycle"`, or `"forward"` where the rest needs the host."""
+REGION_OBSERVER: Callable[..., Any] | None = None  # tests set it: it runs what could be replayed, "cycle" or "forward"
 
 
 class SpeculativeLoop:
@@ -48,13 +47,13 @@ class SpeculativeLoop:
         self.processing = plan.draft_options.processing if plan.draft_options.processors else None
         self.schedule, self.observer, self.drops_finished = plan.schedule, REGION_OBSERVER, plan.may_drop_finished()
 
-    def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
+    def run(self, outputs: PrefillOutput) -> GenerateSpeculativeOutput | Tensor:
         """Decode after transformers' prefill until all sequences have ended, and return the output of the call."""
         try:
             self._first(outputs)
             self.session.begin(outputs, self.target)
             peers, device = cast(Any, self.plan.call.backbone), self.results.tokens.ids.device
-            while peers._has_unfinished_sequences(all(self.results.done), synced_gpus, device=device):
+            while peers._has_unfinished_sequences(all(self.results.done), self.plan.call.synced_gpus, device=device):
                 started = self.drafted = self.called = time.perf_counter()
                 length = self._length()
                 cycle, accepted = self._cycle(length)
@@ -103,13 +102,15 @@ class SpeculativeLoop:
 
     def _verified(self, tree: DraftTree, outputs: TargetOutput, is_prefill: bool = False) -> Cycle:
         """Return the verification of a draft: nothing waits for the device yet."""
-        return self.results.write(self._judged(tree, outputs, is_prefill))
+        return self.results.write(self._judged(tree, outputs, self._scores(outputs.logits, tree, is_prefill)))
 
-    def _judged(self, tree: DraftTree, outputs: TargetOutput, is_prefill: bool) -> Cycle:
-        """Return the scores [B, m + 1, v] of a block after the logits processors, and the verification by them."""
-        tokens, verifier, scores = self.results.tokens, self.verifier, outputs.logits
-        if self.processing is not None:
-            scores = self.processing(tokens, scores, tree, self.results.done)
+    def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool) -> Tensor:
+        """Return scores [B, m + 1, v] of a block, after the logits processors of the call."""
+        tokens, done = self.results.tokens, self.results.done
+        return logits if self.processing is None else self.processing(tokens, logits, tree, done)
+
+    def _judged(self, tree: DraftTree, outputs: TargetOutput, scores: Tensor) -> Cycle:
+        tokens, verifier = self.results.tokens, self.verifier
         result = verifier.picked(scores, tokens) if tree is self.empty else verifier.verify(tree, scores)
         return Cycle(tree, tree, outputs, scores, result)
 

@@ -36,8 +36,8 @@ class StaticLoop(GuardedLoop):
         if not _is_fixed(target):
             self.told.reasons["cycle"] = plan.unfixed or "another cache than transformers' own"
 
-    def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
-        output = super().run(outputs, synced_gpus)
+    def run(self, outputs: PrefillOutput) -> GenerateSpeculativeOutput | Tensor:
+        output = super().run(outputs)
         if isinstance(self.target, StaticBackbone):
             self.told.buffer_bytes, self.told.buffers_made = self.target.buffer_use()
         return output
@@ -157,8 +157,8 @@ class RecordedLoop(StaticLoop):
             self.recorder = None
         return cycle
 
-    def run(self, outputs: PrefillOutput, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
-        output = super().run(outputs, synced_gpus)
+    def run(self, outputs: PrefillOutput) -> GenerateSpeculativeOutput | Tensor:
+        output = super().run(outputs)
         if self.ahead is not None and self.told.replayed:
             self.told.replayed["cycle"] -= 1
         return output

@@ -65,8 +65,7 @@ class StatefulLoop(GuardedLoop):
                 return scores
         return processing.in_step(tokens, logits, done)
 
-    def _judged(self, tree: DraftTree, outputs: TargetOutput, is_prefill: bool) -> Cycle:
-        scores = self._scores(outputs.logits, tree, is_prefill)
+    def _judged(self, tree: DraftTree, outputs: TargetOutput, scores: Tensor) -> Cycle:
         if self.limits is not None:
             limits = torch.tensor(self.limits, device=scores.device)  # [B]
             result = self.verifier.verify(up_to(tree, limits), scores).first(limits)
@@ -74,9 +73,7 @@ class StatefulLoop(GuardedLoop):
         if self.is_plain and tree is not self.empty:  # since this cycle: its drafts were read, and are dropped
             first = TargetOutput(outputs.logits[:, :1], outputs.first(1))
             return Cycle(tree, self.empty, first, scores, self.verifier.picked(scores, self.results.tokens))
-        verifier, tokens = self.verifier, self.results.tokens
-        result = verifier.picked(scores, tokens) if tree is self.empty else verifier.verify(tree, scores)
-        return Cycle(tree, tree, outputs, scores, result)
+        return super()._judged(tree, outputs, scores)
 
     def _skipped(self) -> list[bool]:
         return [done or waits for done, waits in zip(self.results.done, self._waiting())]

@@ -1,5 +1,7 @@
 """The entry of `generate`: what transformers drops for a callable, and fields that it would misread, on configs too."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
@@ -8,7 +10,6 @@ from tests.every_model import llama, moved_heads
 from tests.models import tiny_model
 from tokenahead import EvaByteTokenizer
 from tokenahead.generation import generate as generate_module
-from tokenahead.generation.loop import SpeculativeLoop
 
 IDS = torch.tensor([[72, 105, 40, 41, 99, 100], [101, 102, 70, 72, 80, 81]])
 GREEDY = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=16, do_sample=False, pad_token_id=0)
@@ -63,15 +64,14 @@ def test_stop_strings(pair):
 @pytest.mark.parametrize("managed", [False, True])
 def test_peers_of_sharded_models_are_found_as_transformers_does(pair, managed, monkeypatch):
     model, extra, _ = pair
-    synced = []
-    run = SpeculativeLoop.run
-    monkeypatch.setattr(SpeculativeLoop, "run", lambda self, outputs, given: synced.append(given) or run(self, outputs))
+    synced, name = [], "_has_unfinished_sequences"
+    monkeypatch.setattr(type(model), name, lambda self, done, given, device: synced.append(given) or not done)
     for name, value in {"is_available": True, "is_initialized": True, "get_world_size": 2}.items():
         monkeypatch.setattr(generate_module.torch.distributed, name, lambda *args, value=value: value)
     monkeypatch.setattr(generate_module, "is_fsdp_managed_module", lambda module: managed)
     model.generate(IDS, **GREEDY, **extra)
     model.generate(IDS, **GREEDY, **extra, synced_gpus=not managed)
-    assert synced == [managed, not managed]
+    assert [given for given, _ in itertools.groupby(synced)] == [managed, not managed]
 
 
 class OwnGenerate(LlamaForCausalLM):

@@ -42,8 +42,8 @@ from ..modeling.common.teacher import logit_summaries
 from .batches import batches_by_tokens
 from .columns import RowReader
 from .endpoint import Endpoint, EndpointError
-from .parts import Processes, complete, digest_of, read_facts, read_parts, write_facts, write_part
-from .utils import check_same, escaped
+from .parts import Processes, Save, complete, read_parts
+from .utils import escaped
 
 INDEX = "index.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -277,19 +277,14 @@ def cache_features(
         ValueError: A directory with features of another backbone, data set or layers, a
             damaged index, states that are not finite, or a backbone that several processes hold together.
     """
-    folder, facts = Path(folder), Path(folder) / INDEX
     processes = Processes.of(drafter.backbone if source is None else None)
     source = BackboneStates(drafter, data, dtype, tokens_per_batch, ignore_columns) if source is None else source
     index, lengths = _facts_of(source)
-    if facts.exists():
-        check_same(f"folder={folder}", read_facts(facts), index)
-    elif processes.rank == 0:
-        write_facts(facts, index)
     drafter.backbone.eval()
     width = drafter.backbone.config.get_text_config().hidden_size
-    size, digest = sum(lengths) * len(source.layers) * width * source.dtype.itemsize, digest_of(index)
+    size = sum(lengths) * len(source.layers) * width * source.dtype.itemsize
 
-    def write(rows: list[int]) -> None:
+    def write(rows: list[int], save: Save) -> None:
         with logging.tqdm(total=len(rows), desc=f"states of the backbone, {size / 1e9:.3g} GB") as bar:
             runs = groupby(enumerate(rows), lambda each: each[1] - each[0])  # of consecutive rows
             parts = (batches_by_tokens(lengths, tokens_per_shard, [row for _, row in run]) for _, run in runs)
@@ -299,10 +294,10 @@ def cache_features(
                     if not each[STATES].isfinite().all():
                         raise ValueError(f"states of row {row} are not finite in dtype={index['dtype']!r}")
                 joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
-                write_part(folder, digest, numbers[0], [lengths[number] for number in numbers], joined)
+                save(numbers[0], [lengths[number] for number in numbers], joined)
                 bar.update(len(numbers))
 
-    complete(facts, digest, len(lengths), write, processes, verify=verify)
+    complete(Path(folder) / INDEX, index, write, processes, verify=verify)
     return FeatureDataset(folder, verify=False)  # each file was read through, or written just now
 
 
@@ -341,9 +336,7 @@ class FeatureDataset(StatesSource):
     """
 
     def __init__(self, folder: str | Path, verify: bool = True) -> None:
-        facts = Path(folder) / INDEX
-        index, self.verify = read_facts(facts), verify
-        self.parts = read_parts(facts, digest_of(index), index["rows"], "cache_features")
+        self.parts, self.verify = read_parts(Path(folder) / INDEX, "cache_features"), verify
         self.lengths = [length for part in self.parts for length in part.lengths.tolist()]
         self._open: dict[int, Any] = {}
 

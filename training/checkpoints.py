@@ -83,11 +83,7 @@ class ResumingMixin(Trainer):
     """`train` that resumes from whole checkpoints alone; to be placed before `Trainer`."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in `Trainer`; True takes the last whole checkpoint, and starts anew where a kill left none.
-
-        Raises:
-            ValueError: True without any checkpoint, or one with a file that is missing or damaged.
-        """
+        """As in `Trainer`; True takes the last whole checkpoint, and starts anew where a kill left none."""
         run, chosen = str(self.args.output_dir), resume_from_checkpoint
         if chosen is True and of_first(lambda: get_last_checkpoint(run)):
             chosen = of_first(lambda: last_whole_checkpoint(run))

@@ -95,13 +95,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         _wait()
 
     def load(self, folder: str | PathLike) -> None:
-        """Load what `save` wrote; a further process begins with an empty buffer.
-
-        Raises:
-            FileNotFoundError: There is none, for example because the run was stopped before it was written.
-            RuntimeError: The directory is of another drafter.
-            ValueError: It is of a buffer of another capacity.
-        """
+        """Load what `save` wrote, for the same drafter and capacity; a further process begins with an empty buffer."""
         source, rank = finish(Path(folder) / ONLINE_DIRECTORY), _rank()
         if not (source / "counts-0.json").is_file():
             raise FileNotFoundError(f"{folder} has no {ONLINE_DIRECTORY}: resume from another checkpoint")

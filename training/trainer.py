@@ -15,8 +15,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..generation.backbone.wrapped_models import shard
 from ..modeling.common.outputs import TrainableDrafter
-from .preparation import callbacks_of, prepare
-from .strategy import LossBalance, TrainingStrategy
+from .strategy import LossBalance, TrainingStrategy, callbacks_of, prepare
 from .trainer_base import BaseTrainer, Inputs, check_depths, check_ids, without_peft
 
 
@@ -39,7 +38,7 @@ class MTPTrainer(BaseTrainer):
         model: The model: any `TrainableDrafter`, attached, such as `MTPHeads`, `EagleHead` or `BlockDrafter`;
             `EvaByteForMTPC`, `DeepSeekMTP`, or one of these in peft.
         args: As for `Trainer`.
-        strategy: Applied to the model (`training.preparation.prepare`); None: parameters that require gradients learn.
+        strategy: Applied to the model (`training.strategy.prepare`); None: parameters that require gradients learn.
         tokens_per_batch: Tokens of a batch of one process, which has as many rows as fit. None: 4,096, or as many as
             the longest row has; where the arguments set another `per_device_train_batch_size` than transformers' 8,
             that many rows, as with 0.

@@ -28,7 +28,7 @@ from .utils import needs_extra
 with needs_extra("train", "a trainer of TRL"):
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -46,10 +46,6 @@ class _SFTBehaviour(BatchingMixin):
             if (args.packing or args.eval_packing) and args.packing_strategy == "wrapped":
                 raise ValueError("packing_strategy='wrapped' hides where documents end: choose 'bfd' or 'bfd_split'")
         super().__init__(model, args, *rest, **kwargs)
-
-    def collates_rows(self) -> bool:
-        """See `BatchingMixin`; TRL's collator of texts does nothing but pad, unless it joins rows itself."""
-        return isinstance(self.data_collator, DataCollatorForLanguageModeling) or super().collates_rows()
 
     def _prepare_dataset(
         self,

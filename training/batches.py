@@ -1,9 +1,8 @@
 """Batches of training rows: by a budget of tokens, and joined without padding where the model reads them apart.
 
 Joined rows are one sequence [1, N] without an attention mask, whose position ids start at 0 with every row: what
-`DataCollatorWithFlattening` makes, and what transformers, and the losses here, read as separate documents. Whether a
-model does is tried, not looked up in a list of models. Batches of a budget are chosen once; an epoch takes them in
-another order, so that it always has the same number of steps.
+`DataCollatorWithFlattening` makes. Whether a model reads them as separate documents is tried. Batches of a budget are
+chosen once; an epoch takes them in another order, so that it always has the same number of steps.
 """
 
 from __future__ import annotations

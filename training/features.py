@@ -1,10 +1,8 @@
 """Hidden states of a frozen backbone: sources of them, and a directory of them, so that it is not run again.
 
-Drafters learn from rows of a data set with the states that they read of its backbone, and, of one with a draft
-vocabulary, with what its losses read of the logits of all tokens. They are made in this process (`BackboneStates`) or
-by a vLLM server, which writes those of each prompt to a file on a disk that both see (`ServerStates`).
-`cache_features` stores the rows of either: each process of a run writes its share, and one that is killed loses only
-the file that it was writing. All have the order of the data set, so that a Trainer makes the same batches of them.
+They are made in this process (`BackboneStates`) or by a vLLM server, which writes those of each prompt to a file on a
+disk that both see (`ServerStates`); `cache_features` stores the rows of either. All have the order of the data set, so
+that a Trainer makes the same batches of them.
 """
 
 from __future__ import annotations
@@ -270,12 +268,8 @@ def cache_features(
         source: Of the states of these rows, as `ServerStates`; None: the drafter's backbone, in this process.
         ignore_columns: Columns of the rows that are left out unread.
 
-    Returns:
-        The rows, to train with.
-
     Raises:
-        ValueError: A directory with features of another backbone, data set or layers, a
-            damaged index, states that are not finite, or a backbone that several processes hold together.
+        ValueError: A directory of another backbone, data set or layers, or states that are not finite.
     """
     processes = Processes.of(drafter.backbone if source is None else None)
     source = BackboneStates(drafter, data, dtype, tokens_per_batch, ignore_columns) if source is None else source

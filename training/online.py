@@ -29,10 +29,10 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
     The drafter is attached to the policy with `default=True`, so that rollouts draft; the policy's parameters,
     gradients and outputs are unchanged. On several processes the drafter is the same on all of them: each records its
-    own rollouts, and gradients are averaged. Checkpoints of the trainer get a directory `online_drafter` with drafter,
-    optimizer and records, and a resumed run continues with them. The records are what users wrote: trainers of this
-    library never push them, and a `Trainer` of transformers or TRL does only where `hub_strategy` asks for whole
-    checkpoints. Without a trainer, call `update()` to learn, and `save` and `load`.
+    own rollouts, and gradients are averaged. Checkpoints get a directory `online_drafter`, from which a resumed run
+    continues. Its records are what users wrote: trainers of this library never push them, and a `Trainer` of
+    transformers or TRL does only where `hub_strategy` asks for whole checkpoints. Without a trainer, call `update()` to
+    learn, and `save` and `load`.
 
     Args:
         drafter: See `OnlineLearner`.

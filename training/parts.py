@@ -1,9 +1,8 @@
 """Rows in a directory that one or several processes write: files of consecutive rows, and facts about all of them.
 
 A file is `rows-START.safetensors`: the columns of its rows joined ([sum of lengths, ...], or one value per row), the
-rows' lengths, and one checksum of all this, of START and of the name of the facts, so that none of another place is
-taken for one of this. It is whole or not there. The facts, in JSON with a checksum, say what the rows are made of, and
-their name is their digest.
+rows' lengths, and one checksum of all this, of START and of the digest of the facts (JSON that says what the rows are
+made of), so that none of another place is taken for one of this. It is whole or not there.
 """
 
 from __future__ import annotations

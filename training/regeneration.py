@@ -1,8 +1,7 @@
 """Completions by the backbone itself, to train its drafter on, because these are what it will draft.
 
-Rows are completed batch by batch, and stored (`parts`), by each process of a run its share. The seed of a batch is that
-of its first row, so that completions, sampled ones too, are the same for any number of processes, and after an
-interruption, which loses what was written in the last minute.
+The seed of a batch is that of its first row, so that completions, sampled ones too, are the same for any number of
+processes, and after an interruption, which loses what was written in the last minute.
 """
 
 from __future__ import annotations
@@ -40,14 +39,7 @@ _SECONDS = 60.0  # between two files
 
 
 class RegeneratedText(Dataset):
-    """Rows of prompts and the backbone's completions; labels are -100 on prompts.
-
-    Args:
-        folder: What `regenerate` wrote; a ValueError names what is missing or damaged.
-
-    Attributes:
-        rows: By row, `ids` and the length of the `prompt`.
-    """
+    """Rows that `regenerate` wrote into a folder; labels are -100 on prompts. `rows` has ids, and a prompt's length."""
 
     def __init__(self, folder: str | Path) -> None:
         self.rows = list[dict[str, Any]]()
@@ -106,12 +98,7 @@ def regenerate(
             (`top_k=0`, `top_p=1`), where these or a `generation_config` do not ask for another one, whatever the
             model's own defaults are: a drafter is measured along text of that distribution.
 
-    Returns:
-        The rows, to train with.
-
     Raises:
-        ValueError: No prompts, an empty one, a directory of another backbone, prompts or options, a damaged plan, or a
-            backbone that several processes hold together.
         EndpointError: A server that cannot be used, or did not answer; what it has answered is written.
     """
     read = RowReader(("input_ids", "labels", "position_ids"), what="a prompt")

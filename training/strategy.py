@@ -68,9 +68,6 @@ class TrainingStrategy:
         loss_weight_until: Share of all steps over which it changes.
         loss_weight_shape: `"switch"` at once, `"linear"`, or `"sine"`, Medusa's ramp.
 
-    Raises:
-        ValueError: A value out of range, or a field without what it belongs to; the message names the field.
-
     Example:
         >>> strategy = TrainingStrategy(train="lora", head_warmup=0.1, drafter_lr_multiplier=4.0, loss_weight=0.2)
         >>> MTPTrainer(heads, args, train_dataset=data, strategy=strategy).train()

@@ -1,7 +1,4 @@
-"""A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses per depth.
-
-Knows what a trainer needs of a drafter (`TrainableDrafter`), not what kind of model it is.
-"""
+"""A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses per depth."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ class MTPTrainer(BaseTrainer):
         kwargs: As for `Trainer`.
 
     Raises:
-        TypeError: A model without heads that train here, or a path instead of a model.
         ValueError: A strategy that the model cannot follow, data without a single target, and what cannot be exact.
 
     Example:

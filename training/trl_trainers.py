@@ -74,10 +74,6 @@ class _SFTBehaviour(BatchingMixin):
 class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
     """`MTPTrainer` with TRL's preparation of data: chat templates, `assistant_only_loss`, packing, `peft_config`.
 
-    Raises:
-        ValueError: `loss_type="dft"`, a loss of TRL's own, or `packing_strategy="wrapped"`, which hides where documents
-            end.
-
     Example:
         >>> model.train_only("drafter")
         >>> MTPSFTTrainer(model, SFTConfig("out"), train_dataset=data, processing_class=tokenizer).train()
@@ -101,9 +97,6 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
     Args:
         model: The model; further arguments are those of `DPOTrainer`.
         drafter_weight: Weight of the auxiliary term; 0: the drafter is not trained.
-
-    Raises:
-        TypeError: Attached heads, or a model that does not draft for itself.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()

@@ -37,10 +37,6 @@ def test_training_the_modules_alone(kind, name, tmp_path):
     assert losses[-1] < losses[0]
     if kind is MTPTrainer:
         assert "loss_head_2" in trainer.state.log_history[0]
-    model.train_only("all")
-    assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match="'all'.*'drafter'"):
-        model.train_only("heads")
 
 
 @pytest.mark.nightly
@@ -79,28 +75,6 @@ def test_experts_are_balanced_as_the_main_model_does(name):
     without = model(ids, attention_mask=mask, labels=labels)
     torch.testing.assert_close(ours.loss - without.loss, 0.5 * own.aux_loss, atol=1e-5, rtol=1e-5)
     assert without.aux_loss is None
-
-
-@pytest.mark.by_day("True")
-@pytest.mark.parametrize("packing", [False, True])
-def test_trl(packing, tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig
-
-    from tokenahead import EvaByteTokenizer
-    from tokenahead.training import MTPSFTTrainer
-
-    model = family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
-    before = model.mtp[1].eh_proj.weight.clone()
-    config = SFTConfig(
-        str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, use_cpu=True,
-        bf16=False, max_length=64, packing=packing, report_to="none", save_strategy="no",
-    )  # fmt: skip
-    data = Dataset.from_dict({"text": ["def f(x):\n    return x\n", "import os\n"] * 8})
-    trainer = MTPSFTTrainer(model, config, train_dataset=data, processing_class=EvaByteTokenizer())
-    trainer.train()
-    assert not torch.equal(model.mtp[1].eh_proj.weight, before)
-    assert "loss_head_3" in trainer.state.log_history[0]
 
 
 @pytest.mark.by_day("targets0")

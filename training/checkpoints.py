@@ -68,13 +68,18 @@ def require_whole(checkpoint: str) -> None:
         raise ValueError(f"resume_from_checkpoint={checkpoint!r}: {fault}; True takes the last whole one")
 
 
+def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the checkpoint of the current step."""
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+
 class ChecksumWriter(TrainerCallback):
     """Writes the checksums of every checkpoint, when all processes and callbacks have written their files."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if args.world_size > 1:
             torch.distributed.barrier()
-        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        checkpoint = checkpoint_of(args, state)
         if state.is_world_process_zero and checkpoint.is_dir():
             replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
 

@@ -22,6 +22,7 @@ from ..generation.drafter import BaseDrafter
 from ..modeling.common.outputs import TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.heads.losses import balance_factors
+from .checkpoints import checkpoint_of
 from .trainer_base import RunningMeans, without_peft
 from .utils import replace_file
 
@@ -300,8 +301,7 @@ class LossBalance(TrainerCallback):
         if self._accelerator is not None:
             self.close(self._accelerator)
         if state.is_world_process_zero and self.factors is not None:
-            checkpoint = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-            replace_file(checkpoint / _BALANCE_FILE, json.dumps(self.factors.tolist()))
+            replace_file(checkpoint_of(args, state) / _BALANCE_FILE, json.dumps(self.factors.tolist()))
 
     def load(self, checkpoint: str) -> None:
         path = Path(checkpoint) / _BALANCE_FILE

@@ -91,9 +91,6 @@ def test_two_divisions_of_a_batch_take_the_same_steps(name, tmp_path):
     assert moved
     for key in moved:
         torch.testing.assert_close(other[key], after[key], atol=1e-6, rtol=1e-5)
-    if name == "heads, balanced":  # Medusa's first depth is the backbone's own, and weighs nothing
-        shown = {key for key in whole.state.log_history[0] if key.startswith("loss_head_")}
-        assert shown == {"loss_head_2", "loss_head_3"}
     logs = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (whole, pieces)]
     assert logs[0] == pytest.approx(logs[1], rel=1e-5)
 

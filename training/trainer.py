@@ -21,13 +21,12 @@ class MTPTrainer(BaseTrainer):
 
     - gradients are exact under accumulation: the targets of a whole update are counted per depth, and the loss of depth
       j is divided by count j; `eval_loss` is that of all data, whatever the size of the batches;
-    - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
-      target of each depth since the last log; `loss_backbone`, if the backbone's own head learns, too; where the
-      drafter learns the backbone's distribution, `acceptance_head_2`, ...: the probability that a drafted token is
-      accepted, given the true tokens before it; of EAGLE heads `loss_step_1`, `acceptance_step_1`, ...;
+    - the log carries `loss_head_1` to `loss_head_n` (of EAGLE heads `loss_step_1`, ...): the plain mean in nats per
+      target of each depth; `loss_backbone`, if the backbone's own head learns, too; where the drafter learns the
+      backbone's distribution, `acceptance_head_2`, ...: the probability that a drafted token is accepted, given the
+      true tokens before it;
     - columns of rows are read, known to change nothing, or refused by name (`training.columns`);
-    - rows of a training batch are joined without padding where the model reads joined rows apart; else a budget of
-      tokens has rows of similar lengths, padded;
+    - rows of a batch are joined without padding where the model reads them apart; else padded, by similar lengths;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 

@@ -1,9 +1,8 @@
 """Batches of training rows: by a budget of tokens, and joined without padding where the model reads them apart.
 
 Joined rows are one sequence [1, N] without an attention mask, whose position ids start at 0 with every row: what
-`DataCollatorWithFlattening` makes, and what transformers, and the losses here, read as separate documents. Whether a
-model does is tried, not looked up in a list of models. Batches of a budget are chosen once; an epoch takes them in
-another order, so that it always has the same number of steps.
+`DataCollatorWithFlattening` makes. Whether a model reads them as separate documents is tried. Batches of a budget are
+chosen once; an epoch takes them in another order, so that it always has the same number of steps.
 """
 
 from __future__ import annotations
@@ -65,15 +64,19 @@ _ROW_WISE = (Collator, DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, 
 
 def is_row_wise(collator: object) -> bool:
     """Return whether a collator is known to treat every row by itself, and then to pad; it may say so itself."""
-    is_known = isinstance(collator, _ROW_WISE) or collator in (default_data_collator, collate)
+    is_known = isinstance(collator, _ROW_WISE) or collator in (default_data_collator, collate) or _is_of_trl(collator)
     return bool(getattr(collator, "is_row_wise", is_known and not getattr(collator, "mlm", False)))
+
+
+def _is_of_trl(collator: object) -> bool:
+    return hasattr(collator, "padding_free")  # without importing an extra
 
 
 def taken_columns(collator: Any) -> frozenset[str] | None:
     """Return the columns of rows that a collator hands on; None where they are not known; it may say so itself."""
     if (said := getattr(collator, "takes", None)) is not None:
         return said
-    if hasattr(collator, "padding_free") or isinstance(collator, DataCollatorWithFlattening):  # of TRL, of transformers
+    if _is_of_trl(collator) or isinstance(collator, DataCollatorWithFlattening):
         return frozenset({"input_ids", "labels", "seq_lengths"})
     if isinstance(collator, DataCollatorForLanguageModeling):  # whose labels are all ids
         return frozenset({"input_ids", "attention_mask"})
@@ -249,7 +252,7 @@ class BatchingMixin(Trainer):
                 raise ValueError(
                     f"tokens_per_batch={self.tokens_per_batch} fills batches from all rows: leave it out, or leave out "
                     "streaming, per_device_train_batch_size, batch_rebalance, auto_find_batch_size, split_batches, "
-                    "dispatch_batches and DataParallel"
+                    "dispatch_batches, dataloader_drop_last and DataParallel"
                 )
             self._row_costs()
 
@@ -257,12 +260,13 @@ class BatchingMixin(Trainer):
     def _fills_batches(self) -> bool:
         """Whether this trainer has all rows, and nothing else decides on those of a batch."""
         args, data, config = self.args, self.train_dataset, self.accelerator.dataloader_config
+        is_counted = args.auto_find_batch_size or args.dataloader_drop_last or args.n_gpu > 1
         return (
             hasattr(data, "__len__")
             and not isinstance(data, IterableDataset)
             and args.train_sampling_strategy != "batch_rebalance"
             and args.per_device_train_batch_size == TrainingArguments.per_device_train_batch_size
-            and not (args.auto_find_batch_size or config.split_batches or config.dispatch_batches or args.n_gpu > 1)
+            and not (is_counted or config.split_batches or config.dispatch_batches)
         )
 
     def _row_costs(self) -> list[int]:
@@ -332,10 +336,6 @@ class BatchingMixin(Trainer):
         data = getattr(dataloader, "dataset", None)
         return sum(map(len, data)) if isinstance(data, Batches) else super().num_examples(dataloader)
 
-    def collates_rows(self) -> bool:
-        """Return whether the collator treats every row by itself, so that it may be given one at a time."""
-        return is_row_wise(self.data_collator)
-
     @property
     def _is_joined_already(self) -> bool:
         """Whether the collator joins rows: TRL's with `padding_free` or packing, or transformers' own."""
@@ -344,7 +344,7 @@ class BatchingMixin(Trainer):
     def _joins(self) -> bool:
         """Return whether rows are joined here; a model that would mix what a collator has joined is refused."""
         args, data, is_joined = self.args, cast(Any, self.train_dataset), self._is_joined_already
-        if not self.joins_rows or args.n_gpu > 1 or not (is_joined or self.collates_rows()):
+        if not self.joins_rows or args.n_gpu > 1 or not (is_joined or is_row_wise(self.data_collator)):
             return False
         is_cut = self.accelerator.dataloader_config.dispatch_batches or not hasattr(data, "__len__")
         if is_cut and args.world_size > 1 and not is_joined:  # accelerate stacks batches to cut them

@@ -1,7 +1,4 @@
-"""The model in the box: a small EvaByte that comes with the package, heads that draft for it, and held-out text.
-
-Loads and checks; `examples/box` trains and writes the directory.
-"""
+"""The model in the box: a small EvaByte that comes with the package, heads that draft for it, and held-out text."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ def box_directory() -> Path:
 def load_box(
     head: str = "ff", directory: str | Path | None = None, dtype: torch.dtype | str = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
-    """Load the model in the box with one of its heads, in eval mode, and its tokenizer.
-
-    Raises:
-        BoxDamagedError: See `check_box`, which also says what `directory` is.
-    """
+    """Load the model in a box (see `check_box`) with one of its heads, in eval mode, and its tokenizer."""
     directory = check_box(directory)
     model = EvaByteForMTPC.from_pretrained(directory, dtype=dtype)
     if head != "ff":
@@ -59,11 +52,7 @@ def heads_in(directory: Path) -> list[str]:
 
 
 def check_box(directory: str | Path | None) -> Path:
-    """Compare every file with its checksum; return the directory, of None that of the installed box.
-
-    Raises:
-        BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
-    """
+    """Compare every file with its checksum; return the directory, of None that of the installed box."""
     directory = Path(directory or box_directory())
     sums = directory / CHECKSUMS
     lines = sums.read_text().splitlines() if sums.is_file() else [f"- {CHECKSUMS}"]
@@ -79,11 +68,7 @@ def sha256(file: Path) -> str:
 
 
 def code_prompts(contents: Sequence[bytes], count: int, seed: int = 0, length: int = 320) -> list[str]:
-    """Return whole lines that end in the head of a function or class, at most `length` bytes, of files by turns.
-
-    Raises:
-        ValueError: No file with such a beginning.
-    """
+    """Return whole lines that end in the head of a function or class, at most `length` bytes, of files by turns."""
     chooser = random.Random(seed)
     usable = []  # files, and the ends of the heads that have enough ASCII text before them
     for content in contents:

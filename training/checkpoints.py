@@ -68,13 +68,18 @@ def require_whole(checkpoint: str) -> None:
         raise ValueError(f"resume_from_checkpoint={checkpoint!r}: {fault}; True takes the last whole one")
 
 
+def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the checkpoint of the current step."""
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+
 class ChecksumWriter(TrainerCallback):
     """Writes the checksums of every checkpoint, when all processes and callbacks have written their files."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if args.world_size > 1:
             torch.distributed.barrier()
-        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        checkpoint = checkpoint_of(args, state)
         if state.is_world_process_zero and checkpoint.is_dir():
             replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
 
@@ -83,11 +88,7 @@ class ResumingMixin(Trainer):
     """`train` that resumes from whole checkpoints alone; to be placed before `Trainer`."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in `Trainer`; True takes the last whole checkpoint, and starts anew where a kill left none.
-
-        Raises:
-            ValueError: True without any checkpoint, or one with a file that is missing or damaged.
-        """
+        """As in `Trainer`; True takes the last whole checkpoint, and starts anew where a kill left none."""
         run, chosen = str(self.args.output_dir), resume_from_checkpoint
         if chosen is True and of_first(lambda: get_last_checkpoint(run)):
             chosen = of_first(lambda: last_whole_checkpoint(run))

@@ -16,16 +16,9 @@ from .requests import GenerateRequest
 
 
 def complete(request: GenerateRequest, shows: bool = False) -> dict[str, Any]:
-    """Complete a prompt, and with `shows` stream it to the standard output.
+    """Complete a prompt, and with `shows` stream it; return the text without its prompt, counts and times, for JSON.
 
-    Returns:
-        The text without its prompt, counts and times, and shares of verifications that accept at least 1, 2, ...
-        drafts: values of a JSON object.
-
-    Raises:
-        OSError: No such directory, one without a config, weights or tokenizer, or a name that the Hub cannot give.
-        ValueError: A checkpoint that is not whole, or no language model; heads of another model; a missing device; an
-            option that does not apply to this model.
+    `accepted_by_position` are the shares of verifications that accept at least 1, 2, ... drafts.
     """
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)

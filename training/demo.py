@@ -1,7 +1,4 @@
-"""`tokenahead demo`: a model writes with and without drafts: the text in colours, the table, the figures.
-
-The model is the one in the box, with each of its heads, or one's own.
-"""
+"""`tokenahead demo`: a model writes with and without drafts: the text in colours, the table, the figures."""
 
 from __future__ import annotations
 
@@ -105,14 +102,8 @@ def load_methods(
 ) -> tuple[PreTrainedTokenizerBase, Method, Method]:
     """Return the tokenizer of a model, plain decoding with it, and a method that drafts.
 
-    Args:
-        model: Directory, or name on the Hub; None: the model in the box.
-        drafter: A method of `tokenahead bench`; None: the model's own drafts, or n-grams.
-        dtype: Of the weights; `"auto"`: the checkpoint's, float32 of the model in the box.
-
-    Raises:
-        OSError: No such directory, or what the Hub cannot give.
-        ValueError: No model, or a drafter that does not fit.
+    `model` None is the one in the box, and `drafter` a method of `tokenahead bench`, None: its own drafts, or n-grams;
+    `dtype="auto"` is that of the checkpoint, and float32 of the box.
     """
     loaded, tokenizer = load_model(model, dtype) if model else load_box(dtype="float32" if dtype == "auto" else dtype)
     drafter = drafter or ("own" if isinstance(loaded, MTPGenerationMixin) else "ngram")
@@ -171,12 +162,7 @@ class Measurement:
 
 
 def run_demo(measurement: Measurement, subject: DemoModel, output: str | Path = "tokenahead-demo") -> MeasuredResults:
-    """Measure a model, show its outputs, and write results and figures into a directory; return the results.
-
-    Raises:
-        FileExistsError: The directory holds files of something else, before anything is measured.
-        ValueError: Nothing could be measured.
-    """
+    """Measure a model, show its outputs, and write results and figures into a directory; return the results."""
     if any(Path(output).glob("*")) and not (Path(output) / RESULTS).is_file():
         raise FileExistsError(f"--output {output} holds files that the demo did not make: name another directory")
     console = Console(highlight=False, emoji=False)
@@ -213,10 +199,7 @@ def coloured(completion: Completion, writer: PromptEncoder, prompt_lines: int = 
 
 
 def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], flags: Sequence[bool]) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of the text of ids, and whether they were drafted, as `flags` say.
-
-    An incomplete character belongs to the token that completes it.
-    """
+    """Yield pieces of the text of ids, whole characters alone, and whether they were drafted, as `flags` say."""
     end, done = 0, ""
     for is_drafted, run in groupby(flags):
         end += len([*run])

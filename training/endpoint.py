@@ -50,9 +50,6 @@ class Endpoint:
         pause: Seconds after the first failure; each further pause is twice as long, up to a minute, and to `timeout`.
         timeout: Seconds in all until a request has failed that is not answered whole.
         vocab_size: Ids of answers are below it; None: the tokenizer's, or 2^19 without one.
-
-    Raises:
-        ValueError: No address.
     """
 
     url: str
@@ -92,17 +89,9 @@ class Endpoint:
     def completions(
         self, prompts: Mapping[int, Sequence[int]], max_new_tokens: int, seed: int, options: Mapping[str, Any]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yield rows and the ids of their completions, as they come.
+        """Yield rows and the ids of their completions, as they come; row i is drawn with seed + i.
 
-        Args:
-            prompts: Token ids by row.
-            max_new_tokens: Length of every completion, at most.
-            seed: Row i is drawn with seed + i.
-            options: Further fields of the requests, such as `temperature`.
-
-        Raises:
-            EndpointError: It names the first row without a usable answer; all others come first, unless there are
-                sixteen such rows in turn.
+        An EndpointError names the first row without a usable answer, after all others, or after sixteen such in turn.
         """
         from anyio.from_thread import start_blocking_portal
 

@@ -1,10 +1,8 @@
 """Hidden states of a frozen backbone: sources of them, and a directory of them, so that it is not run again.
 
-Drafters learn from rows of a data set with the states that they read of its backbone, and, of one with a draft
-vocabulary, with what its losses read of the logits of all tokens. They are made in this process (`BackboneStates`) or
-by a vLLM server, which writes those of each prompt to a file on a disk that both see (`ServerStates`).
-`cache_features` stores the rows of either: each process of a run writes its share, and one that is killed loses only
-the file that it was writing. All have the order of the data set, so that a Trainer makes the same batches of them.
+They are made in this process (`BackboneStates`) or by a vLLM server, which writes those of each prompt to a file on a
+disk that both see (`ServerStates`); `cache_features` stores the rows of either. All have the order of the data set, so
+that a Trainer makes the same batches of them.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ from ..modeling.common.teacher import logit_summaries
 from .batches import batches_by_tokens
 from .columns import RowReader
 from .endpoint import Endpoint, EndpointError
-from .parts import Processes, complete, digest_of, read_facts, read_parts, write_facts, write_part
-from .utils import check_same, escaped
+from .parts import Processes, Save, complete, read_parts
+from .utils import escaped
 
 INDEX = "index.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -270,26 +268,17 @@ def cache_features(
         source: Of the states of these rows, as `ServerStates`; None: the drafter's backbone, in this process.
         ignore_columns: Columns of the rows that are left out unread.
 
-    Returns:
-        The rows, to train with.
-
     Raises:
-        ValueError: A directory with features of another backbone, data set or layers, a
-            damaged index, states that are not finite, or a backbone that several processes hold together.
+        ValueError: A directory of another backbone, data set or layers, or states that are not finite.
     """
-    folder, facts = Path(folder), Path(folder) / INDEX
     processes = Processes.of(drafter.backbone if source is None else None)
     source = BackboneStates(drafter, data, dtype, tokens_per_batch, ignore_columns) if source is None else source
     index, lengths = _facts_of(source)
-    if facts.exists():
-        check_same(f"folder={folder}", read_facts(facts), index)
-    elif processes.rank == 0:
-        write_facts(facts, index)
     drafter.backbone.eval()
     width = drafter.backbone.config.get_text_config().hidden_size
-    size, digest = sum(lengths) * len(source.layers) * width * source.dtype.itemsize, digest_of(index)
+    size = sum(lengths) * len(source.layers) * width * source.dtype.itemsize
 
-    def write(rows: list[int]) -> None:
+    def write(rows: list[int], save: Save) -> None:
         with logging.tqdm(total=len(rows), desc=f"states of the backbone, {size / 1e9:.3g} GB") as bar:
             runs = groupby(enumerate(rows), lambda each: each[1] - each[0])  # of consecutive rows
             parts = (batches_by_tokens(lengths, tokens_per_shard, [row for _, row in run]) for _, run in runs)
@@ -299,10 +288,10 @@ def cache_features(
                     if not each[STATES].isfinite().all():
                         raise ValueError(f"states of row {row} are not finite in dtype={index['dtype']!r}")
                 joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
-                write_part(folder, digest, numbers[0], [lengths[number] for number in numbers], joined)
+                save(numbers[0], [lengths[number] for number in numbers], joined)
                 bar.update(len(numbers))
 
-    complete(facts, digest, len(lengths), write, processes, verify=verify)
+    complete(Path(folder) / INDEX, index, write, processes, verify=verify)
     return FeatureDataset(folder, verify=False)  # each file was read through, or written just now
 
 
@@ -341,9 +330,7 @@ class FeatureDataset(StatesSource):
     """
 
     def __init__(self, folder: str | Path, verify: bool = True) -> None:
-        facts = Path(folder) / INDEX
-        index, self.verify = read_facts(facts), verify
-        self.parts = read_parts(facts, digest_of(index), index["rows"], "cache_features")
+        self.parts, self.verify = read_parts(Path(folder) / INDEX, "cache_features"), verify
         self.lengths = [length for part in self.parts for length in part.lengths.tolist()]
         self._open: dict[int, Any] = {}
 

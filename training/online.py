@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from ..configuration.fields import check_values
 from ..generation.tensors.saving import finish, whole_directory
 from ..modeling.common.online import OnlineLearner, OwnLossMixin
+from .checkpoints import checkpoint_of
 from .parts import of_first
 
 ONLINE_DIRECTORY = "online_drafter"
@@ -29,10 +30,10 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
     The drafter is attached to the policy with `default=True`, so that rollouts draft; the policy's parameters,
     gradients and outputs are unchanged. On several processes the drafter is the same on all of them: each records its
-    own rollouts, and gradients are averaged. Checkpoints of the trainer get a directory `online_drafter` with drafter,
-    optimizer and records, and a resumed run continues with them. The records are what users wrote: trainers of this
-    library never push them, and a `Trainer` of transformers or TRL does only where `hub_strategy` asks for whole
-    checkpoints. Without a trainer, call `update()` to learn, and `save` and `load`.
+    own rollouts, and gradients are averaged. Checkpoints get a directory `online_drafter`, from which a resumed run
+    continues. Its records are what users wrote: trainers of this library never push them, and a `Trainer` of
+    transformers or TRL does only where `hub_strategy` asks for whole checkpoints. Without a trainer, call `update()` to
+    learn, and `save` and `load`.
 
     Args:
         drafter: See `OnlineLearner`.
@@ -60,7 +61,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         if state.global_step:
             chosen = args.resume_from_checkpoint
             is_whole = isinstance(chosen, str) and Path(chosen, ONLINE_DIRECTORY).is_dir()
-            self.load(chosen if isinstance(chosen, str) and is_whole else _checkpoint(args, state))
+            self.load(chosen if isinstance(chosen, str) and is_whole else checkpoint_of(args, state))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -69,7 +70,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
             self.update()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self.save(_checkpoint(args, state))
+        self.save(checkpoint_of(args, state))
 
     def save(self, folder: str | PathLike) -> None:
         """Write drafter, optimizer and buffer to `folder/online_drafter`, whole or not at all.
@@ -95,16 +96,11 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         _wait()
 
     def load(self, folder: str | PathLike) -> None:
-        """Load what `save` wrote; a further process begins with an empty buffer.
-
-        Raises:
-            FileNotFoundError: There is none, for example because the run was stopped before it was written.
-            RuntimeError: The directory is of another drafter.
-            ValueError: It is of a buffer of another capacity.
-        """
+        """Load what `save` wrote, for the same drafter and capacity; a further process begins with an empty buffer."""
         source, rank = finish(Path(folder) / ONLINE_DIRECTORY), _rank()
-        if not (source / "counts-0.json").is_file():
-            raise FileNotFoundError(f"{folder} has no {ONLINE_DIRECTORY}: resume from another checkpoint")
+        buffer = source / f"buffer-{rank}.safetensors"
+        file = source / f"counts-{rank if buffer.exists() else 0}.json"
+        counts = json.loads(file.read_text(encoding="utf-8"))  # there is none where a run was stopped before it
         if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
             drafter.load_state_dict(type(drafter).from_pretrained(source / "drafter").state_dict())
@@ -118,19 +114,12 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
                 state.setdefault(int(number), {})[name] = tensor
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         self.publish()
-        if not (source / f"buffer-{rank}.safetensors").exists():
-            rank = 0
-        else:
-            records = load_file(source / f"buffer-{rank}.safetensors")
+        if buffer.exists():
+            records = load_file(buffer)
             self.generator.set_state(records.pop("generator"))
             self.buffer.load_state_dict(records, self.parameters[0].device)
-        counts = json.loads((source / f"counts-{rank}.json").read_text(encoding="utf-8"))
         self.curve = counts.pop("curve")
         self.__dict__.update(counts)
-
-
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
 
 
 def _rank() -> int:

@@ -1,9 +1,8 @@
 """Rows in a directory that one or several processes write: files of consecutive rows, and facts about all of them.
 
 A file is `rows-START.safetensors`: the columns of its rows joined ([sum of lengths, ...], or one value per row), the
-rows' lengths, and one checksum of all this, of START and of the name of the facts, so that none of another place is
-taken for one of this. It is whole or not there. The facts, in JSON with a checksum, say what the rows are made of, and
-their name is their digest.
+rows' lengths, and one checksum of all this, of START and of the digest of the facts (JSON that says what the rows are
+made of), so that none of another place is taken for one of this. It is whole or not there.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from ..generation.backbone.wrapped_models import check_whole, is_sharded
 from ..generation.tensors.saving import PREFIX, whole_file
-from .utils import one_line, replace_file
+from .utils import check_same, one_line, replace_file
 
 logger = logging.get_logger(__name__)
 T = TypeVar("T")
@@ -39,19 +39,16 @@ _PAUSE = 0.5  # seconds between two looks at the others
 _VISIBLE = 120  # seconds until a shared disk shows what other machines wrote
 _STAGES = count()
 _OF_DAMAGE = (SafetensorError, ValueError, LookupError, TypeError, AttributeError)
+Save = Callable[[int, Sequence[int], Mapping[str, Tensor]], None]
+"""Writes a file of rows: the first one, their lengths, and their columns."""
 
 
 class DamagedPartError(ValueError):
     """A file of rows that does not hold what was written."""
 
 
-def write_facts(path: Path, facts: Mapping[str, object]) -> None:
-    """Write what rows are made of as JSON, with a checksum."""
-    replace_file(path, json.dumps({**facts, "sum": digest_of(facts)}))
-
-
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return what `write_facts` wrote; a damaged file is a ValueError."""
+    """Return what rows are made of, as `complete` wrote it; a damaged file is a ValueError."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts.pop("sum") != digest_of(facts):
@@ -119,7 +116,10 @@ def write_part(folder: Path, of: str, start: int, lengths: Sequence[int], column
     with whole_file(path) as temporary:
         temporary.touch()
         mode = stat.S_IMODE(temporary.stat().st_mode)  # the umask's; safetensors' files are their owner's alone
-        save_file(tensors, temporary, {"of": of, "sum": str(checksum_of(tensors, start, of))})
+        try:
+            save_file(tensors, temporary, {"of": of, "sum": str(checksum_of(tensors, start, of))})
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {one_line(error)}; the rows before it are kept") from error
         temporary.chmod(mode)
 
 
@@ -133,14 +133,16 @@ def _start_of(path: Path) -> int:
 
 def part_files(folder: str | Path) -> list[Path]:
     """Return the files of rows in a directory, by their first rows."""
-    return sorted(Path(folder).glob("rows-[0-9]*.safetensors"), key=_start_of)
+    paths = Path(folder).glob("rows-*.safetensors")
+    return sorted((path for path in paths if path.stem.partition("-")[2].isdecimal()), key=_start_of)
 
 
-def read_parts(facts: Path, of: str, total: int, remedy: str) -> list[Part]:
+def read_parts(path: Path, remedy: str) -> list[Part]:
     """Return the files of all rows beside the file of their facts; where one is missing, `remedy` writes it."""
-    parts, missing = _held(facts.parent, of, total)
+    facts = read_facts(path)
+    parts, missing = _held(path.parent, digest_of(facts), facts["rows"])
     if missing:
-        held = f"{facts.parent} holds {total - len(missing)} of {total} rows of {facts.name}"
+        held = f"{path.parent} holds {facts['rows'] - len(missing)} of {facts['rows']} rows of {path.name}"
         raise ValueError(f"{held}: {_name(missing[0])} is missing; complete them with {remedy}")
     return parts
 
@@ -158,38 +160,42 @@ def _held(folder: Path, of: str, total: int) -> tuple[list[Part], list[int]]:
 
 
 def complete(
-    facts: Path,
-    of: str,
-    total: int,
-    write: Callable[[list[int]], None],
+    path: Path,
+    facts: Mapping[str, Any],
+    write: Callable[[list[int], Save], None],
     processes: Processes,
     batch_size: int = 1,
     verify: bool = True,
 ) -> None:
     """Remove damaged files of rows, and write the rows that are missing, each process its share of both.
 
-    What is missing is seen by the first process, and divided by batches of `batch_size` rows: a run of any number of
-    processes goes on from the files of any other. Without `verify`, only headers and sizes of files are looked at.
+    `path` is the file of facts: where there are rows of others beside it, nothing is written. What is missing is seen
+    by the first process, and divided by batches of `batch_size` rows: a run of any number of processes goes on from the
+    files of any other. Without `verify`, only headers and sizes of files are looked at.
     """
-    folder = facts.parent
+    folder, of, total = path.parent, digest_of(facts), facts["rows"]
+    if path.exists() and part_files(folder):  # not after a wrong option, where nothing was written
+        check_same(f"folder={folder}", read_facts(path), facts)
+    elif processes.rank == 0:
+        replace_file(path, json.dumps({**facts, "sum": of}))
     with processes.stage():
-        for path in part_files(folder):
-            if zlib.crc32(path.name.encode()) % processes.world != processes.rank:
+        for file in part_files(folder):
+            if zlib.crc32(file.name.encode()) % processes.world != processes.rank:
                 continue
             try:
-                Part(path, of).opened(verify)
+                Part(file, of).opened(verify)
             except DamagedPartError as error:
                 logger.warning(f"{error}; its rows are written again")
-                path.unlink(missing_ok=True)
-        for path in folder.glob(f"{PREFIX}rows-*") if processes.rank == 0 else ():  # of a writer that was killed
-            path.unlink()
+                file.unlink(missing_ok=True)
+        for file in folder.glob(f"{PREFIX}rows-*") if processes.rank == 0 else ():  # of a writer that was killed
+            file.unlink()
     rows = of_first(lambda: _held(folder, of, total)[1])
     batches = np.unique([row // batch_size for row in rows])
     mine = {*np.array_split(batches, processes.world)[processes.rank].tolist()}
     with processes.stage():
-        write([row for row in rows if row // batch_size in mine])
+        write([row for row in rows if row // batch_size in mine], partial(write_part, folder, of))
     until = time.monotonic() + _VISIBLE  # a shared disk shows late what others have written
-    while processes.world > 1 and (not facts.exists() or _held(folder, of, total)[1]):
+    while processes.world > 1 and (not path.exists() or _held(folder, of, total)[1]):
         if time.monotonic() >= until:
             raise FileNotFoundError(f"{folder}: process {processes.rank} of {processes.world} sees another disk")
         time.sleep(1)

@@ -1,8 +1,7 @@
 """Completions by the backbone itself, to train its drafter on, because these are what it will draft.
 
-Rows are completed batch by batch, and stored (`parts`), by each process of a run its share. The seed of a batch is that
-of its first row, so that completions, sampled ones too, are the same for any number of processes, and after an
-interruption, which loses what was written in the last minute.
+The seed of a batch is that of its first row, so that completions, sampled ones too, are the same for any number of
+processes, and after an interruption, which loses what was written in the last minute.
 """
 
 from __future__ import annotations
@@ -24,35 +23,27 @@ from transformers.utils import logging
 from ..configuration.ptp import SAMPLING
 from ..generation.backbone.wrapped_models import untyped
 from ..modeling import PTPForCausalLM
+from ..modeling.heads.losses import IGNORE
 from ..modeling.ptp.gated_lora import ADAPTER
 from .columns import RowReader
 from .endpoint import Endpoint
 from .features import checksum
-from .parts import Processes, complete, digest_of, part_files, read_facts, read_parts, write_facts, write_part
-from .utils import check_same, eos_ids, needs_extra, until_end
+from .parts import Processes, Save, complete, part_files, read_parts
+from .utils import eos_ids, needs_extra, until_end
 
 if TYPE_CHECKING:
     import datasets
 
 _PLAN, _IDS, _PROMPTS = "plan.json", "ids", "prompts"
 _SECONDS = 60.0  # between two files
-IGNORE = -100
 
 
 class RegeneratedText(Dataset):
-    """Rows of prompts and the backbone's completions; labels are -100 on prompts.
-
-    Args:
-        folder: What `regenerate` wrote; a ValueError names what is missing or damaged.
-
-    Attributes:
-        rows: By row, `ids` and the length of the `prompt`.
-    """
+    """Rows that `regenerate` wrote into a folder; labels are -100 on prompts. `rows` has ids, and a prompt's length."""
 
     def __init__(self, folder: str | Path) -> None:
-        plan = Path(folder) / _PLAN
-        facts, self.rows = read_facts(plan), list[dict[str, Any]]()
-        for part in read_parts(plan, digest_of(facts), facts["rows"], "regenerate"):
+        self.rows = list[dict[str, Any]]()
+        for part in read_parts(Path(folder) / _PLAN, "regenerate"):
             file = part.opened()
             texts = file.get_tensor(_IDS).split(part.lengths.tolist())
             prompts = file.get_tensor(_PROMPTS).tolist()
@@ -72,8 +63,7 @@ class RegeneratedText(Dataset):
         with needs_extra("train", "RegeneratedText.to_dataset"):
             import datasets
 
-        labels = [[IGNORE] * row["prompt"] + row["ids"][row["prompt"] :] for row in self.rows]
-        return datasets.Dataset.from_dict({"input_ids": [row["ids"] for row in self.rows], "labels": labels})
+        return datasets.Dataset.from_list([{name: each.tolist() for name, each in row.items()} for row in self])
 
 
 def holds_text(folder: str | Path) -> bool:
@@ -108,17 +98,12 @@ def regenerate(
             (`top_k=0`, `top_p=1`), where these or a `generation_config` do not ask for another one, whatever the
             model's own defaults are: a drafter is measured along text of that distribution.
 
-    Returns:
-        The rows, to train with.
-
     Raises:
-        ValueError: No prompts, an empty one, a directory of another backbone, prompts or options, a damaged plan, or a
-            backbone that several processes hold together.
         EndpointError: A server that cannot be used, or did not answer; what it has answered is written.
     """
     read = RowReader(("input_ids", "labels", "position_ids"), what="a prompt")
     rows = [read(prompt)["input_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts]
-    folder, ids = Path(folder), [torch.as_tensor(row, dtype=torch.int64).flatten() for row in rows]
+    ids = [torch.as_tensor(row, dtype=torch.int64).flatten() for row in rows]
     if not ids or not all(map(len, ids)):
         raise ValueError("prompts: there must be at least one, and each needs a token, such as <bos>")
     options = _of_whole_law(backbone, options)
@@ -132,12 +117,6 @@ def regenerate(
         "seed": seed,
         "options": json.loads(json.dumps(options, default=_as_json)),
     }
-    facts, digest = folder / _PLAN, digest_of(plan)
-    folder.mkdir(parents=True, exist_ok=True)
-    if part_files(folder) and facts.exists():  # not after a wrong option, where nothing was written
-        check_same(f"folder={folder}", read_facts(facts), plan)
-    elif processes.rank == 0:
-        write_facts(facts, plan)
 
     def completions(rows: list[int]) -> Iterator[tuple[int, list[int]]]:
         if isinstance(backbone, Endpoint):
@@ -150,18 +129,18 @@ def regenerate(
             found = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
             yield from ((row, new) for row, new in enumerate(found, start) if row in missing)
 
-    def write(rows: list[int]) -> None:
+    def write(rows: list[int], save: Save) -> None:
         texts, since = dict[int, list[int]](), time.monotonic()
         try:
             for row, new in logging.tqdm(completions(rows), desc="completions", total=len(rows)):
                 texts[row] = new
                 if time.monotonic() - since >= _SECONDS and (row + 1) % batch_size == 0:
-                    _write(folder, digest, ids, texts)
+                    _write(save, ids, texts)
                     texts, since = {}, time.monotonic()
         finally:
-            _write(folder, digest, ids, texts)
+            _write(save, ids, texts)
 
-    complete(facts, digest, len(ids), write, processes, batch_size)
+    complete(Path(folder) / _PLAN, plan, write, processes, batch_size)
     return RegeneratedText(folder)
 
 
@@ -173,13 +152,13 @@ def _of_whole_law(backbone: PreTrainedModel | Endpoint, options: Mapping[str, An
     return (SAMPLING if samples else {}) | dict(options)
 
 
-def _write(folder: Path, of: str, prompts: Sequence[torch.Tensor], completions: Mapping[int, list[int]]) -> None:
+def _write(save: Save, prompts: Sequence[torch.Tensor], completions: Mapping[int, list[int]]) -> None:
     """Write a file for each of the runs of rows; answers of a server come in any order."""
     for _, run in groupby(enumerate(sorted(completions)), lambda each: each[1] - each[0]):
         rows = [row for _, row in run]
         texts = [torch.cat([prompts[row], torch.tensor(completions[row], dtype=torch.int64)]) for row in rows]
         columns = {_IDS: torch.cat(texts), _PROMPTS: torch.tensor([len(prompts[row]) for row in rows])}
-        write_part(folder, of, rows[0], [*map(len, texts)], columns)
+        save(rows[0], [*map(len, texts)], columns)
 
 
 def _identity(backbone: PreTrainedModel | Endpoint) -> str:

@@ -1,7 +1,4 @@
-"""A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses per depth.
-
-Knows what a trainer needs of a drafter (`TrainableDrafter`), not what kind of model it is.
-"""
+"""A Trainer for models and heads that predict several tokens: exact gradient accumulation, and losses per depth."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..generation.backbone.wrapped_models import shard
 from ..modeling.common.outputs import TrainableDrafter
-from .preparation import callbacks_of, prepare
-from .strategy import LossBalance, TrainingStrategy
+from .strategy import LossBalance, TrainingStrategy, callbacks_of, prepare
 from .trainer_base import BaseTrainer, Inputs, check_depths, check_ids, without_peft
 
 
@@ -25,13 +21,12 @@ class MTPTrainer(BaseTrainer):
 
     - gradients are exact under accumulation: the targets of a whole update are counted per depth, and the loss of depth
       j is divided by count j; `eval_loss` is that of all data, whatever the size of the batches;
-    - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
-      target of each depth since the last log; `loss_backbone`, if the backbone's own head learns, too; where the
-      drafter learns the backbone's distribution, `acceptance_head_2`, ...: the probability that a drafted token is
-      accepted, given the true tokens before it; of EAGLE heads `loss_step_1`, `acceptance_step_1`, ...;
+    - the log carries `loss_head_1` to `loss_head_n` (of EAGLE heads `loss_step_1`, ...): the plain mean in nats per
+      target of each depth; `loss_backbone`, if the backbone's own head learns, too; where the drafter learns the
+      backbone's distribution, `acceptance_head_2`, ...: the probability that a drafted token is accepted, given the
+      true tokens before it;
     - columns of rows are read, known to change nothing, or refused by name (`training.columns`);
-    - rows of a training batch are joined without padding where the model reads joined rows apart; else a budget of
-      tokens has rows of similar lengths, padded;
+    - rows of a batch are joined without padding where the model reads them apart; else padded, by similar lengths;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
@@ -39,14 +34,13 @@ class MTPTrainer(BaseTrainer):
         model: The model: any `TrainableDrafter`, attached, such as `MTPHeads`, `EagleHead` or `BlockDrafter`;
             `EvaByteForMTPC`, `DeepSeekMTP`, or one of these in peft.
         args: As for `Trainer`.
-        strategy: Applied to the model (`training.preparation.prepare`); None: parameters that require gradients learn.
+        strategy: Applied to the model (`training.strategy.prepare`); None: parameters that require gradients learn.
         tokens_per_batch: Tokens of a batch of one process, which has as many rows as fit. None: 4,096, or as many as
             the longest row has; where the arguments set another `per_device_train_batch_size` than transformers' 8,
             that many rows, as with 0.
         kwargs: As for `Trainer`.
 
     Raises:
-        TypeError: A model without heads that train here, or a path instead of a model.
         ValueError: A strategy that the model cannot follow, data without a single target, and what cannot be exact.
 
     Example:

@@ -95,8 +95,6 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
     follows from them, `_pooled_loss` computes it. `_owner` is the model without wrappers of distribution.
     """
 
-    _owner: Any
-
     def __init__(
         self, *args: Any, tokens_per_batch: int | None = None, ignore_columns: Sequence[str] = (), **kwargs: Any
     ) -> None:

@@ -28,7 +28,7 @@ from .utils import needs_extra
 with needs_extra("train", "a trainer of TRL"):
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -46,10 +46,6 @@ class _SFTBehaviour(BatchingMixin):
             if (args.packing or args.eval_packing) and args.packing_strategy == "wrapped":
                 raise ValueError("packing_strategy='wrapped' hides where documents end: choose 'bfd' or 'bfd_split'")
         super().__init__(model, args, *rest, **kwargs)
-
-    def collates_rows(self) -> bool:
-        """See `BatchingMixin`; TRL's collator of texts does nothing but pad, unless it joins rows itself."""
-        return isinstance(self.data_collator, DataCollatorForLanguageModeling) or super().collates_rows()
 
     def _prepare_dataset(
         self,
@@ -78,10 +74,6 @@ class _SFTBehaviour(BatchingMixin):
 class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
     """`MTPTrainer` with TRL's preparation of data: chat templates, `assistant_only_loss`, packing, `peft_config`.
 
-    Raises:
-        ValueError: `loss_type="dft"`, a loss of TRL's own, or `packing_strategy="wrapped"`, which hides where documents
-            end.
-
     Example:
         >>> model.train_only("drafter")
         >>> MTPSFTTrainer(model, SFTConfig("out"), train_dataset=data, processing_class=tokenizer).train()
@@ -105,9 +97,6 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
     Args:
         model: The model; further arguments are those of `DPOTrainer`.
         drafter_weight: Weight of the auxiliary term; 0: the drafter is not trained.
-
-    Raises:
-        TypeError: Attached heads, or a model that does not draft for itself.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()

@@ -1,4 +1,4 @@
-"""Imports on demand (optional dependencies, names of a package), and atomic writing of files."""
+"""Imports on demand (optional dependencies, names of a package), atomic writing of files, and what is shown."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ class MissingExtraError(ModuleNotFoundError):
 
 @contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Wrap imports of packages that an extra installs.
-
-    Raises:
-        MissingExtraError: A package was not found; the message says what to install.
-    """
+    """Wrap imports of packages that an extra installs: a MissingExtraError says how to get one that is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

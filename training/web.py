@@ -105,13 +105,7 @@ def fault(headers: dict[bytes, bytes], names: Collection[str] | None) -> tuple[i
 
 
 def build(model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> Any:
-    """Return the page of a model and a drafter, a `gradio.Blocks` whose `launch` puts a `guard` before it.
-
-    For the arguments, and what is raised, see `load_methods`.
-
-    Raises:
-        MissingExtraError: There is no Gradio.
-    """
+    """Return the page of a model and a drafter (see `load_methods`), whose `launch` puts a `guard` before it."""
     with needs_extra("web", "tokenahead demo --web"):
         gr = import_module("gradio")
     author = Author(model, drafter, dtype)
@@ -144,11 +138,7 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
 
 
 def serve(model: str | None, drafter: str | None, dtype: str, address: str) -> int:
-    """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port.
-
-    Raises:
-        ValueError: No address, or one that cannot be had.
-    """
+    """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     try:  # before a model is loaded

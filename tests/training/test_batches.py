@@ -157,6 +157,7 @@ def test_a_budget_that_cannot_be_met_is_refused(tmp_path):
         ({}, -1, "tokens_per_batch=-1"),
         ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size"),
         ({"auto_find_batch_size": True}, 64, "auto_find_batch_size"),
+        ({"dataloader_drop_last": True}, 64, "dataloader_drop_last"),
         ({"train_sampling_strategy": "batch_rebalance"}, 64, "batch_rebalance"),
         ({"accelerator_config": {"split_batches": True}}, 64, "split_batches"),
     ):

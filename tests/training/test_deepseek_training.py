@@ -1,11 +1,14 @@
 """Modules in training: Trainer and MTPTrainer, resuming, PEFT, the schedule of the loss weight."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from tests.families import family_model, random_ids
+from tests.training.conftest import trainer_for
 from tokenahead import DeepSeekMTP
 from tokenahead.training import MTPLossWeightSchedule, MTPTrainer
 
@@ -14,12 +17,8 @@ def rows(count=16):
     return [{"input_ids": row, "labels": row.clone()} for row in random_ids(count, 12)]
 
 
-def arguments(folder, **changes):
-    options = dict(
-        max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, report_to="none", save_strategy="no",
-        logging_steps=1, use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    return TrainingArguments(str(folder), **(options | changes))
+def trainer_of(model, folder, kind=Trainer, count=16, **options):
+    return trainer_for(model, folder, rows(count), kind, **({"max_steps": 4, "learning_rate": 1e-2} | options))
 
 
 @pytest.mark.by_day("qwen2-MTPTrainer")
@@ -29,7 +28,7 @@ def test_training_the_modules_alone(kind, name, tmp_path):
     model = family_model(name)
     model.train_only("drafter")
     before = {name: p.clone() for name, p in model.named_parameters()}
-    trainer = kind(model, arguments(tmp_path, max_steps=12), train_dataset=rows(4))
+    trainer = trainer_of(model, tmp_path, kind, 4, max_steps=12)
     trainer.train()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed and all(name.startswith("mtp.") for name in changed)
@@ -37,10 +36,6 @@ def test_training_the_modules_alone(kind, name, tmp_path):
     assert losses[-1] < losses[0]
     if kind is MTPTrainer:
         assert "loss_head_2" in trainer.state.log_history[0]
-    model.train_only("all")
-    assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match="'all'.*'drafter'"):
-        model.train_only("heads")
 
 
 @pytest.mark.nightly
@@ -52,10 +47,10 @@ def test_resuming_in_the_middle_gives_the_same_model(name, size, tmp_path, monke
     monkeypatch.setattr(DeepSeekMTP, "save_pretrained", lambda *a, **kw: save(*a, **kw, max_shard_size=size))
     options = dict(max_steps=6, save_steps=3, save_strategy="steps")
     whole = family_model(name)
-    MTPTrainer(whole, arguments(tmp_path / "a", **options), train_dataset=rows()).train()
+    trainer_of(whole, tmp_path / "a", MTPTrainer, **options).train()
     assert (len(list((tmp_path / "a" / "checkpoint-3").glob("model-*.safetensors"))) > 2) == (size == "70KB")
     fresh = family_model(name, seed=5)
-    trainer = MTPTrainer(fresh, arguments(tmp_path / "b", **options), train_dataset=rows())
+    trainer = trainer_of(fresh, tmp_path / "b", MTPTrainer, **options)
     trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     for (key, a), b in zip(whole.named_parameters(), fresh.parameters()):
         torch.testing.assert_close(a, b, msg=key)
@@ -81,34 +76,12 @@ def test_experts_are_balanced_as_the_main_model_does(name):
     assert without.aux_loss is None
 
 
-@pytest.mark.by_day("True")
-@pytest.mark.parametrize("packing", [False, True])
-def test_trl(packing, tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig
-
-    from tokenahead import EvaByteTokenizer
-    from tokenahead.training import MTPSFTTrainer
-
-    model = family_model("llama", vocab_size=320, num_nextn_predict_layers=2)
-    before = model.mtp[1].eh_proj.weight.clone()
-    config = SFTConfig(
-        str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, use_cpu=True,
-        bf16=False, max_length=64, packing=packing, report_to="none", save_strategy="no",
-    )  # fmt: skip
-    data = Dataset.from_dict({"text": ["def f(x):\n    return x\n", "import os\n"] * 8})
-    trainer = MTPSFTTrainer(model, config, train_dataset=data, processing_class=EvaByteTokenizer())
-    trainer.train()
-    assert not torch.equal(model.mtp[1].eh_proj.weight, before)
-    assert "loss_head_3" in trainer.state.log_history[0]
-
-
 @pytest.mark.by_day("targets0")
 @pytest.mark.parametrize("targets", [["q_proj", "eh_proj"], ["lm_head", "o_proj"]])
 def test_adapters_on_main_model_and_modules(targets, tmp_path):
     base, ids = family_model("llama"), random_ids(1, 10)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
-    Trainer(model, arguments(tmp_path), train_dataset=rows()).train()
+    trainer_of(model, tmp_path).train()
     adapted = {name for name, p in model.named_parameters() if p.requires_grad and "lora_B" in name and p.any()}
     assert any(".mtp." in name for name in adapted) and any(".main." in name for name in adapted)
     model.eval()
@@ -135,16 +108,16 @@ def test_loss_weight_follows_the_steps(tmp_path):
         def on_step_begin(self, *args, **kwargs):
             pass
 
-    Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[schedule, Watch()]).train()
+    trainer_of(model, tmp_path, partial(Trainer, callbacks=[schedule, Watch()])).train()
     assert seen == [0.3, 0.3, 0.1, 0.1]
 
 
 def test_loss_weight_reaches_through_adapters_and_refuses_other_models(tmp_path):
     model = get_peft_model(family_model("llama"), LoraConfig(target_modules=["eh_proj"]))
-    Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule(0.2, 0.2)]).train()
+    trainer_of(model, tmp_path, partial(Trainer, callbacks=[MTPLossWeightSchedule(0.2, 0.2)])).train()
     assert model.base_model.model.mtp_loss_weight == 0.2
     plain = family_model("llama").main
     with pytest.raises(TypeError, match="mtp_loss_weight"):
-        Trainer(plain, arguments(tmp_path), train_dataset=rows(), callbacks=[MTPLossWeightSchedule()]).train()
+        trainer_of(plain, tmp_path, partial(Trainer, callbacks=[MTPLossWeightSchedule()])).train()
     with pytest.raises(ValueError, match="switch_at=2 "):
         MTPLossWeightSchedule(switch_at=2)

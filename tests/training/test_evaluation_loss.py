@@ -82,6 +82,14 @@ def test_the_backbones_own_loss_is_logged_where_it_learns_beside_a_circuit(tmp_p
     assert "eval_loss_backbone" not in trainer_for(small_model(), tmp_path, rows).evaluate()
 
 
+def test_the_backbones_own_depth_which_weighs_nothing_is_not_logged(tmp_path):
+    heads = MTPHeads.from_backbone(llama(), window=3, head_type="medusa")
+    trainer = trainer_for(heads, tmp_path, ragged_rows(), max_steps=1)
+    trainer.train()
+    shown = {name for name in trainer.state.log_history[0] if name.startswith("loss_head_")}
+    assert shown == {"loss_head_2", "loss_head_3"}
+
+
 def test_data_without_targets_have_no_loss(tmp_path):
     rows = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in ragged_rows()]
     assert np.isnan(trainer_for(small_model(), tmp_path, rows).evaluate()["eval_loss"])

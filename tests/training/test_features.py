@@ -92,21 +92,6 @@ def test_rows_of_similar_lengths_go_through_the_backbone_together(kind, tmp_path
 
 
 @pytest.mark.core
-def test_rows_come_back_in_order_without_padding(tmp_path):
-    heads = DRAFTERS["layers"]()
-    data = cache_features(heads, rows(), tmp_path, tokens_per_shard=60)
-    for found, row in zip(data, rows()):
-        real = row["attention_mask"].bool()
-        assert torch.equal(found["input_ids"], row["input_ids"][real]) and torch.equal(
-            found["labels"], row["labels"][real]
-        )
-        outputs = heads._run_backbone(row["input_ids"][real][None], None, None)
-        want = torch.stack([outputs.hidden_states[layer][0] for layer in heads.learning_layers], 1)
-        torch.testing.assert_close(found["cached_states"], want, atol=1e-5, rtol=1e-5)
-    assert len(data) == 12 and torch.equal(data[-1]["labels"], data[11]["labels"])
-
-
-@pytest.mark.core
 def test_refusals(tmp_path):
     heads, data = DRAFTERS["circuit"](), rows()
     cache_features(heads, data, tmp_path / "f")

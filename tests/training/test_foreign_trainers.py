@@ -7,11 +7,10 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.training.test_evaluation_loss import llama
+from tests.training.test_rollouts import tokenizer
 from tokenahead import DeepSeekMTP, MTPHeads, PTPForCausalLM
 
 SETTINGS = dict(max_steps=2, report_to=[], use_cpu=True, per_device_train_batch_size=2, save_strategy="no")
@@ -23,19 +22,16 @@ MAKERS = {
 
 
 def train(kind, method, folder, adapt=lambda model: model):
-    words = Tokenizer(models.WordLevel({chr(97 + index): index for index in range(26)}, unk_token="a"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
     model = adapt(MAKERS[kind](llama(num_hidden_layers=2)))
     if method == "sft":
         data = Dataset.from_dict({"text": ["a b c d e f"] * 4})
         config = SFTConfig(str(folder), max_length=8, **SETTINGS)
-        trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
+        trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer())
     else:
         config = GRPOConfig(str(folder), num_generations=2, max_completion_length=3, **SETTINGS)
         data = Dataset.from_dict({"prompt": ["a b c d"] * 4})
         rewards = [lambda completions, **_: [float(len(text)) for text in completions]]
-        trainer = GRPOTrainer(model, rewards, config, data, processing_class=tokenizer)
+        trainer = GRPOTrainer(model, rewards, config, data, processing_class=tokenizer())
     trainer.train()
     return model
 

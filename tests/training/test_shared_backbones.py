@@ -12,7 +12,7 @@ from tests.training import shared_client
 from tests.training.test_evaluation_loss import llama, modules
 from tokenahead import MTPHeads
 from tokenahead.training import PTPTrainer, TrainingStrategy
-from tokenahead.training.preparation import prepare
+from tokenahead.training.strategy import prepare
 
 
 @pytest.fixture(scope="module")

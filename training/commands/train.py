@@ -50,11 +50,10 @@ from ..endpoint import Endpoint
 from ..features import STATES, FeatureDataset, ServerStates, cache_features
 from ..loading import has_adapters
 from ..parts import of_first
-from ..preparation import set_loss_options
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
 from ..results import environment
-from ..strategy import TrainingStrategy
+from ..strategy import TrainingStrategy, set_loss_options
 from ..trainer_base import BaseTrainer, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import check_same, needs_extra, replace_file

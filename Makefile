@@ -17,7 +17,7 @@ nightly:
 	pytest -n 2 --dist worksteal -m "nightly and not slow"
 core:
 	pytest -m core
-# hours, and not in continuous integration; goes on from mutants.jsonl: `make mutants MUTANTS='--only loop.py --jobs 2'`
+# hours, and not in continuous integration; runs the tests once for what each covers, and goes on from mutants.jsonl: `make mutants MUTANTS='--only loop.py --jobs 2'`
 mutants:
 	python tests/mutants/run.py $(MUTANTS)
 compatibility:

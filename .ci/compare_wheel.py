@@ -23,6 +23,7 @@ def of_checkout(root: Path) -> dict[str, bytes]:
     """The same of a checkout, whether or not it has the links in tokenahead/."""
     above = root / "tokenahead"  # the links to the five folders are followed below
     files = [path for path in (*above.iterdir(), *(above / "experimental").iterdir()) if path.name.endswith(SUFFIXES)]
+    files.append(root / "tokenahead_command.py")
     own = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
     paths = [path for folder in FOLDERS for path in (root / folder).rglob("*") if is_ours(path.as_posix())]
     return own | {f"tokenahead/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}

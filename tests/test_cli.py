@@ -48,6 +48,32 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"tokenahead {__version__}\n"
 
 
+_ENTERS = """
+import sys
+import tokenahead_command
+try:
+    tokenahead_command.main()
+except SystemExit as ended:
+    print(ended.code or 0, "torch" in sys.modules, "transformers" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [("--help", 0), ("--version", 0), ("nothing", 2), ("bench --nope", 2), ("generate --model m --nope", 2)],
+)
+def test_what_needs_no_model_imports_no_library(words, status):
+    done = subprocess.run([sys.executable, "-c", _ENTERS, *words.split()], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == f"{status} False False"
+
+
+def test_a_command_that_runs_has_the_whole_package(folder):
+    code = f"{_ENTERS}\nimport tokenahead, transformers\nprint(transformers.AutoConfig.for_model('evabyte').model_type)"
+    words = ["generate", "--model", str(folder), "--max-new-tokens", "4", "ab"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "0 True True" and done.stdout.splitlines()[-1] == "evabyte"
+
+
 @pytest.mark.parametrize("command", ["demo", "generate", "bench", "card"])
 def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
     run(command, "--help")

@@ -10,12 +10,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any, NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
-from . import __version__
 from .training import requests
 from .training.utils import MissingExtraError, needs_extra, one_line
 
@@ -31,11 +30,15 @@ _APART = {
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and ends the process: with 0, 1 after an error, 2 after wrong arguments, 130 after Ctrl-C."""
+def main(argv: Sequence[str] | None = None, enter: Callable[[], object] = lambda: None) -> NoReturn:
+    """Runs a command and ends the process: with 0, 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
+
+    Arguments are read first; `enter` imports the rest of the package where it is not yet.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     request = None if words and words[0] in _APART else _parse(words)
     try:
+        enter()
         raise SystemExit(_run_apart(words) if request is None else _COMMANDS[words[0]][1](request))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
@@ -63,7 +66,8 @@ def _parse(argv: list[str]) -> Any:
     """Return the request of a command."""
     about = "Lossless multi-token prediction for Hugging Face transformers."
     parser = requests.RequestParser(prog="tokenahead", description=about)
-    parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
+    version = getattr(sys.modules["tokenahead"], "__version__", None) or metadata.version("tokenahead")
+    parser.add_argument("--version", action="version", version=f"tokenahead {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join([*_COMMANDS, *_APART])}}}")
     for name, (kind, _, text) in _COMMANDS.items():
         commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", request_class=kind)

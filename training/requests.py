@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
-
-from transformers import HfArgumentParser
+from types import UnionType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from .utils import escaped
 
@@ -39,22 +38,34 @@ def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
     return field(default=value, metadata={"help": help, **options})
 
 
-class RequestParser(HfArgumentParser):
-    """Reads the options of a command as the dataclass of its request, and reports an error in one line."""
+class RequestParser(argparse.ArgumentParser):
+    """Reads the options of a command as the fields of its request's dataclass, and reports an error in one line.
 
-    def __init__(self, request_class: Any = (), **options: Any) -> None:
-        super().__init__(request_class, formatter_class=argparse.HelpFormatter, **options)
+    transformers' `HfArgumentParser` does the same after a second of imports, which `--help` does not need.
+    """
 
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
-        """Add an option as `HfArgumentParser` describes it, but for positional ones and flags."""
-        if read := options.pop("read", None):
-            options["type"] = read
-        if options.get("const") is True:  # a flag takes no word: it may be the prompt
-            options = {"action": "store_true", "help": options["help"]}
+    def __init__(self, request_class: type | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        kinds = {} if request_class is None else get_type_hints(request_class)
+        for entry in () if request_class is None else fields(request_class):
+            self._add(entry, kinds[entry.name])
+
+    def _add(self, entry: Field[Any], kind: Any) -> None:
+        """Add an option as its field says: a flag for a truth, words for a list; without a default it is required."""
+        options = dict(entry.metadata)
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        read, aliases = options.pop("read", None), options.pop("aliases", [])
         if options.pop("positional", False):
-            options.pop("required", None)
-            return super().add_argument(names[0].removeprefix("--"), **options)
-        return super().add_argument(*(name for name in names if "_" not in name), **options)
+            names = [entry.name]
+        else:
+            names = [f"--{entry.name.replace('_', '-')}", *aliases]
+            options["required"] = default is MISSING
+        if kind is bool:
+            options["action"] = "store_true"  # a flag takes no word: it may be the prompt
+        else:
+            kind = next(each for each in (get_args(kind) if isinstance(kind, UnionType) else [kind]) if each)
+            options["type"] = read or next(iter(get_args(kind)), kind)
+        self.add_argument(*names, **options, **({} if default is MISSING else {"default": default}))
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line, where argparse would print the usage first."""

@@ -10,8 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..generation.tensors.saving import whole_file
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -52,6 +50,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 def replace_file(path: str | Path, text: str) -> Path:
     """Write a file, and its directory, in UTF-8; after an interruption the old file is unchanged. Return the path."""
+    from ..generation.tensors.saving import whole_file  # this module is read before PyTorch is
+
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
     return Path(path)
@@ -59,6 +59,8 @@ def replace_file(path: str | Path, text: str) -> Path:
 
 def replace_figure(path: Path, figure: Figure) -> Path:
     """Write a figure as PNG under a temporary name first; return `path`."""
+    from ..generation.tensors.saving import whole_file
+
     with whole_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return path

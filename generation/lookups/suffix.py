@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from itertools import count
@@ -22,15 +23,15 @@ from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, Verific
 from ..tensors.saving import whole_file
 from ..tensors.tensor_files import naming
 from .base import LookUpDrafter
-from .suffix_counts import Reader, SuffixCounts
+from .suffix_table import Reader, SuffixTable
 
 _FILE = "suffixes.safetensors"
 _ANY = 1 << 31
-"""More than any vocabulary has ids, and more often than any run is read."""
+"""More than any vocabulary has ids."""
 _RANGES = {
     "depth": "",
     "num_tokens": "[1, inf)",
-    "max_nodes": f"[1000, {_ANY})",
+    "max_tokens": f"[1000, {_ANY})",
     "factor": "(0, inf)",
     "least": "[0, 1]",
 }
@@ -41,23 +42,23 @@ Scope = str | int
 class SuffixDrafter(LookUpDrafter):
     """Drafts the most likely continuations of the last tokens by all text that it has read, for any backbone and batch.
 
-    It counts the continuations of every run of tokens of the prompts, of all sequences of a batch while they are
-    written, of earlier calls, and of texts that are added (`add`). Groups of answers to one prompt, agents that
-    repeat themselves and traffic of one kind have long runs in common. The counts decide how long the draft is and
-    where it branches (SuffixDecoding, Oliaro et al. 2024). Drafts are deterministic tokens, so that sampling stays
-    exact. Calls in several threads may share one drafter.
+    It counts the continuations of the newest places of a run of tokens: in the prompts, in all sequences of a batch
+    while they are written, in earlier calls, and in texts that are added (`add`). Groups of answers to one prompt,
+    agents that repeat themselves and traffic of one kind have long runs in common. The counts decide how long the draft
+    is and where it branches (SuffixDecoding, Oliaro et al. 2024). Drafts are deterministic tokens, so that sampling
+    stays exact. Calls in several threads may share one drafter.
 
     Its drafts, and how many calls of the backbone a text takes, tell a user what others have sent. Where they must not,
     give each call a `scope` (`generate(..., scope="user 7")`, or a list of one per prompt): it drafts from the text of
     this scope alone, and adds to no other. Or let calls add nothing (`read_only`).
 
     Args:
-        depth: Tokens of the longest run that is counted.
+        depth: Tokens of the longest run that is looked for.
         num_tokens: The longest draft, unless `num_assistant_tokens` says otherwise.
         factor: Tokens that are drafted for each token of the matched run: long runs are sure.
         least: The smallest probability of a draft's paths, by the counts.
-        max_nodes: Runs that are remembered, at about 300 bytes; the oldest are forgotten first. Of all scopes together
-            as many again: those that were used least recently go first.
+        max_tokens: Tokens of text that are remembered, at 28 to 56 bytes; the oldest are forgotten first. Of all scopes
+            together as many again: those that were used least recently go first.
         read_only: Calls without a scope draft from the text that was added (`add`), and add none.
 
     Raises:
@@ -77,17 +78,17 @@ class SuffixDrafter(LookUpDrafter):
         num_tokens: int = 16,
         factor: float = 1.0,
         least: float = 0.1,
-        max_nodes: int = 1 << 18,
+        max_tokens: int = 1 << 20,
         read_only: bool = False,
     ) -> None:
-        self.depth, self.num_tokens, self.max_nodes = depth, num_tokens, max_nodes
+        self.depth, self.num_tokens, self.max_tokens = depth, num_tokens, max_tokens
         self.factor, self.least, self.read_only = factor, least, read_only
-        check_values(self, {}, _RANGES | {"depth": f"[2, {max_nodes // 2}]"})
-        self.counts, self.scopes = SuffixCounts(depth, max_nodes), dict[Scope, SuffixCounts]()
+        check_values(self, {}, _RANGES | {"depth": f"[2, {max_tokens // 2}]"})
+        self.table, self.scopes = SuffixTable(depth, max_tokens), dict[Scope, SuffixTable]()
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a vocabulary that lacks tokens of the text that was read."""
-        _check_ids(*self.counts.bounds(), backbone)
+        _check_ids(*self.table.bounds, backbone)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Validate `draft_tree={"top_k": children, "total_tokens": size}`, whose size is that of the whole block."""
@@ -99,19 +100,19 @@ class SuffixDrafter(LookUpDrafter):
     def start(self, options: DraftOptions) -> SuffixSession:
         return SuffixSession(self, options)
 
-    def store(self, scope: Scope | None) -> SuffixCounts:
+    def store(self, scope: Scope | None) -> SuffixTable:
         """Return the text of a scope; None: that of calls without one.
 
-        Of all other scopes, those that were used least recently are forgotten while there are too many nodes.
+        Of all other scopes, those that were used least recently are forgotten while there are too many tokens.
         """
         if scope is None:
-            return self.counts
-        store = self.scopes.setdefault(scope, SuffixCounts(self.depth, self.max_nodes))
+            return self.table
+        store = self.scopes.setdefault(scope, SuffixTable(self.depth, self.max_tokens))
         store.used = next(_CALLS)
         known = dict(self.scopes)  # several threads may add some
         total = sum(each.size for each in known.values())
         for oldest in sorted(known, key=lambda key: known[key].used):
-            if total > self.max_nodes and oldest != scope:
+            if total > self.max_tokens and oldest != scope:
                 total -= known[oldest].size
                 self.scopes.pop(oldest, None)
         return store
@@ -130,7 +131,7 @@ class SuffixDrafter(LookUpDrafter):
         _check_ids(min(known), max(known), self.backbone if self.is_attached else None)
         store = self.store(scope)
         for text in texts:
-            store.read(Reader(), text)
+            store.read([Reader()], [text])
 
     def forget(self, scope: Scope | None = None) -> None:
         """Forget the text of a scope, or all text."""
@@ -138,25 +139,26 @@ class SuffixDrafter(LookUpDrafter):
             self.scopes.pop(scope, None)
             return
         self.scopes.clear()
-        self.counts.load([], [], [])
+        self.table.clear()
 
     def restore_point(self) -> Callable[[], None]:
-        stores = {None: self.counts, **self.scopes}
-        known = {scope: store.flat() for scope, store in stores.items()}
+        known = copy.deepcopy((self.table, self.scopes))
 
         def restore() -> None:
-            self.forget()
-            for scope, counts in known.items():
-                self.store(scope).load(*counts)
+            self.table, self.scopes = copy.deepcopy(known)
 
         return restore
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Write the counts, but for those of scopes, to a directory; whoever reads the file can rebuild the text."""
-        tensors = dict(zip(("tokens", "parents", "counts"), map(torch.tensor, self.counts.flat())))
+        """Write the text, but for that of scopes, to a directory; whoever reads the file reads the text."""
+        texts = self.table.texts()
+        tensors = {
+            "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.long),
+        }
         options = json.dumps({name: getattr(self, name) for name in (*_RANGES, "read_only")})
         with whole_file(Path(folder) / _FILE) as file:
-            save_file({name: each.long() for name, each in tensors.items()}, file, {"options": options})
+            save_file(tensors, file, {"options": options})
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str]) -> SuffixDrafter:
@@ -171,10 +173,11 @@ class SuffixDrafter(LookUpDrafter):
         with naming(file), safe_open(file, "pt") as saved:
             try:
                 drafter = cls(**json.loads(saved.metadata()["options"]))
-                parts = _read_trie(saved)
+                texts = _read_texts(saved)
             except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{file} holds no counts of a SuffixDrafter: {error!r}") from error
-        drafter.counts.load(*(part.tolist() for part in parts))
+                raise ValueError(f"{file} holds no text of a SuffixDrafter: {error!r}") from error
+        for text in texts:
+            drafter.table.read([Reader()], [text])
         return drafter
 
 
@@ -186,17 +189,15 @@ def _check_ids(low: int, high: int, backbone: PreTrainedModel | None) -> None:
         raise ValueError(f"ids: the text of this SuffixDrafter has token {low if low < 0 else high}; ids are {valid}")
 
 
-def _read_trie(saved: safe_open) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, parents and counts, [N] int64 each; a ValueError where a node does not follow its parent."""
-    tokens, parents, counts = (saved.get_tensor(name) for name in ("tokens", "parents", "counts"))
-    shapes = {(part.dtype, part.shape) for part in (tokens, parents, counts)}
-    if shapes != {(torch.long, tokens.shape[:1])}:
-        raise ValueError(f"tokens, parents and counts of {shapes}")
-    numbers = torch.arange(len(tokens))  # [N]
-    is_valid = (tokens >= 0) & (parents >= -1) & (parents < numbers) & (counts > 0)
-    if not bool((is_valid & (tokens < _ANY) & (counts < _ANY)).all()):
-        raise ValueError("tokens, parents and counts that are no trie")
-    return tokens, parents, counts
+def _read_texts(saved: safe_open) -> list[list[int]]:
+    """Return the texts of a file; a ValueError where lengths do not fit, or ids are negative."""
+    tokens, lengths = saved.get_tensor("tokens"), saved.get_tensor("lengths")
+    kinds = tokens.dtype, lengths.dtype, tokens.dim(), lengths.dim()
+    if kinds != (torch.int32, torch.long, 1, 1) or bool((tokens < 0).any()) or bool((lengths < 1).any()):
+        raise ValueError(f"tokens and lengths of {kinds}")
+    if sum(lengths.tolist()) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens in texts of {sum(lengths.tolist())}")
+    return [text.tolist() for text in tokens.split(lengths.tolist())]
 
 
 class SuffixSession(DraftSession):
@@ -234,17 +235,22 @@ class SuffixSession(DraftSession):
     def _read_newest(self) -> None:
         if self.tokens is None:
             return
+        texts = list[list[int]]()
         for row, (ids, length) in enumerate(zip(self.tokens.newest_on_host, self.tokens.lengths)):
-            if self.num_read[row] + len(ids) == length:
-                self._read(self.stores[row], self.readers[row], ids)
-                self.num_read[row] = length
+            is_new = self.num_read[row] + len(ids) == length
+            texts.append(ids if is_new else [])
+            self.num_read[row] = length if is_new else self.num_read[row]
+        self._read(texts)
 
-    def _read(self, store: SuffixCounts, reader: Reader, ids: list[int]) -> None:
-        if not (self.drafter.read_only and store is self.drafter.counts):
-            store.read(reader, ids)
-            return
-        for token in ids:
-            reader.follow(token, store.depth)
+    def _read(self, texts: list[list[int]]) -> None:
+        """Read the next tokens of every sequence [B]."""
+        for store in dict.fromkeys(self.stores):
+            parts = [(reader, text) for own, reader, text in zip(self.stores, self.readers, texts) if own is store]
+            if not (self.drafter.read_only and store is self.drafter.table):
+                store.read(*zip(*parts))
+                continue
+            for reader, text in parts:
+                reader.follow(text, store.depth)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if self.tokens is None:
@@ -274,15 +280,15 @@ class SuffixSession(DraftSession):
         return [each.numpy().__getitem__ for each in masks.allowed((len(self.readers), size), tokens.ids.device).cpu()]
 
     def _read_prompts(self, tokens: Sequences) -> None:
-        prompt = tokens.prompt_length
+        prompt, texts = tokens.prompt_length, list[list[int]]()
         real = None if self.mask is None or not prompt else self.mask[:, -prompt:].tolist()
-        for index, (reader, ids) in enumerate(zip(self.readers, tokens.ids[:, : max(tokens.lengths)].tolist())):
+        for index, ids in enumerate(tokens.ids[:, : max(tokens.lengths)].tolist()):
             columns = range(tokens.lengths[index])
-            own = [ids[c] for c in columns if real is None or c >= prompt or real[index][c]]
-            self._read(self.stores[index], reader, own)
+            texts.append([ids[c] for c in columns if real is None or c >= prompt or real[index][c]])
+        self._read(texts)
 
 
-def _stores_of(drafter: SuffixDrafter, options: DraftOptions) -> list[SuffixCounts]:
+def _stores_of(drafter: SuffixDrafter, options: DraftOptions) -> list[SuffixTable]:
     """Return the text that every sequence of a call [B] is drafted from, and adds to."""
     scope, rows = options.extra.get("scope"), len(options.prompt)
     scopes = list(scope) if isinstance(scope, (list, tuple)) else [scope]
@@ -290,7 +296,7 @@ def _stores_of(drafter: SuffixDrafter, options: DraftOptions) -> list[SuffixCoun
         raise ValueError(f"scope={scope!r} has {len(scopes)} scopes for {rows} sequences: give one for each prompt")
     stores = [drafter.store(each) for each in scopes]
     for store in stores if scope is not None else ():
-        _check_ids(*store.bounds(), options.backbone)
+        _check_ids(*store.bounds, options.backbone)
     return [store for store in stores for _ in range(rows // len(stores))]  # as `generate` repeats prompts
 
 

@@ -57,7 +57,7 @@ MADE = {
     "assistant": lambda: AssistantDrafter(llama()),
 }
 OTHERS = {
-    "suffixes": (suffixes, SuffixDrafter.from_pretrained, lambda loaded: loaded.counts.flat()[0][0]),
+    "suffixes": (suffixes, SuffixDrafter.from_pretrained, lambda loaded: loaded.table.texts()[0][0]),
     "tokenizer": (tokenizer, EvaByteTokenizer.from_pretrained, lambda loaded: loaded.model_max_length),
 }
 KINDS = (*MADE, *OTHERS)

@@ -1,6 +1,8 @@
-"""Do the tests find faults? Plants the mutants of `*.toml` one by one, and runs the tests that their files map to.
+"""Do the tests find faults? Plants the mutants of `*.toml` one by one, and runs the tests that run their functions.
 
-    python tests/mutants/run.py [check | table] [--only PATTERN] [--jobs N] [--results FILE] [--limit SECONDS]
+    python tests/mutants/run.py [check | cover | table] [--only PATTERN] [--jobs N] [--results FILE] [--limit SECONDS]
+
+`cover` runs all tests once, and notes which functions each runs (mutants.json, for all later runs).
 
 A mutant names file, function (`Class.method`; "": the whole file), an old text that stands there once, the new one, and
 the kind of fault. It is killed where a test fails that passes without it, or where they take too long. The tree is
@@ -19,11 +21,12 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +35,8 @@ from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
+
+from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[2]
 _LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".venv", "site", "build", "dist")
@@ -97,41 +102,56 @@ def check(mutants: list[Mutant], root: Path = ROOT) -> None:
     for mutant in mutants:
         try:
             mutant.applied((root / mutant.file).read_text())
-            if not tests_of(mutant.file, mutant.function, root):  # a KeyError names one that is not there
-                raise ValueError("its file maps to no tests")
         except (OSError, LookupError, ValueError, SyntaxError) as error:
             faults.append(f"{mutant.name}: {error!r}")
     if faults:
         raise ValueError("\n".join(faults))
 
 
-@cache
-def _texts(root: Path) -> dict[str, str]:
-    return {str(each.relative_to(root)): each.read_text() for each in sorted((root / "tests").rglob("test_*.py"))}
+def cover(jobs: int, covered: Path, words: list[str]) -> None:
+    """Run the tests, and write which of them run the functions of the mutants (`Covered`)."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        plugin = ["-p", "tests.mutants.covered", "-p", "no:cacheprovider", "-n", str(jobs), "--dist", "worksteal"]
+        environment = os.environ | _SETTINGS | {"MUTANTS_FOLDER": folder, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-m", "pytest", *plugin, *words], cwd=ROOT, env=environment, check=False)
+        seconds = dict[str, float]()
+        for file in Path(folder).glob("seconds-*.json"):
+            seconds |= json.loads(file.read_text())
+        found = defaultdict[str, set[str]](set)
+        keys = {(each.file, each.function) for each in read_mutants()}
+        for file in Path(folder).glob("lines.*"):
+            (data := CoverageData(str(file))).read()
+            for name, function in keys:
+                first, last = _places_of((ROOT / name).read_text())[function]
+                lines = data.contexts_by_lineno(str(ROOT / name))
+                for line in range(first + 1, last + 1):
+                    found[f"{name} {function}"] |= set(lines.get(line, ()))
+    tests = {
+        key: [test for test in seconds if test in own or f"{test.partition('::')[0]}::" in own]
+        for key, own in found.items()
+    }
+    covered.write_text(json.dumps({"seconds": seconds, "tests": tests}))
 
 
-@cache
-def tests_of(file: str, function: str, root: Path = ROOT) -> list[str]:
-    """Return the tests of a function: first those of its folder, and of these those that name it or its class.
+class Covered:
+    """Which tests run a function, as `cover` wrote it."""
 
-    The others have its file's name, import it, or stand in `tests.toml`.
-    """
-    path, texts, table = Path(file), _texts(root), tomllib.loads((root / "tests/mutants/tests.toml").read_text())
-    module, folder = f"tokenahead.{'.'.join(path.with_suffix('').parts)} ", f"tests/{path.parent}/"
-    found = [test for test in texts if re.fullmatch(f"tests/{path.parts[0]}/.*test_{path.stem}.py", test)]
-    found += [test for test, text in texts.items() if module in text]
-    for prefix in sorted(filter(file.startswith, table), key=len, reverse=True):
-        found += [f"tests/{name}" for name in table[prefix]]
-    found += [test for test in texts if test.startswith(folder) and len(path.parts) > 2]
-    names = function.split(".")
-    return sorted(dict.fromkeys(found), key=lambda test: (folder not in test, not any(n in texts[test] for n in names)))
+    def __init__(self, file: Path) -> None:
+        found = json.loads(file.read_text())
+        self.seconds, self.tests = found["seconds"], found["tests"]
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """Return the tests of a mutant's function: those of its folder or name first, and of these quick ones."""
+        path, near = Path(mutant.file), f"tests/{Path(mutant.file).parent}/"
+        tests = self.tests.get(f"{mutant.file} {mutant.function}", [])
+        return sorted(tests, key=lambda test: (near not in test and path.stem not in test, self.seconds[test]))
 
 
 class Tree:
     """A copy of the tree, in which mutants are planted in turn; `limit` is in seconds of processor time."""
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.root, self.scratch, self.limit = folder / "tree", folder / "scratch", limit
+    def __init__(self, folder: Path, limit: int, covered: Covered) -> None:
+        self.root, self.scratch, self.limit, self.covered = folder / "tree", folder / "scratch", limit, covered
         shutil.copytree(ROOT, self.root, symlinks=True, ignore=_LEFT_OUT)
         self.passing, self.failing = set[str](), set[str]()  # without any mutant
         self.seconds = count(1)
@@ -141,8 +161,10 @@ class Tree:
         path = self.root / mutant.file
         source = path.read_text()
         while True:
+            if not (tests := self.covered.of(mutant)):
+                return "survived", "no test runs it"
             self._write(path, mutant.applied(source))
-            outcome, test = self._run(tests_of(mutant.file, mutant.function, self.root))
+            outcome, test = self._run(tests)
             self._write(path, source)
             if outcome != "killed" or test in self.passing:
                 return outcome, test
@@ -193,10 +215,10 @@ class Tree:
             os._exit(code)
 
 
-def _run_all(mutants: list[Mutant], limit: int, passing: set[str], results: Path) -> None:
+def _run_all(mutants: list[Mutant], limit: int, covered: Path, passing: set[str], results: Path) -> None:
     """Run mutants one after the other, and add a line for each to the results."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = Tree(Path(folder), limit)
+        tree = Tree(Path(folder), limit, Covered(covered))
         tree.passing |= passing
         for mutant in mutants:
             outcome, test = tree.result_of(mutant)
@@ -233,25 +255,28 @@ def table(outcomes: dict[str, str], mutants: list[Mutant]) -> str:
 def main() -> None:
     """Check the mutants, or run those that have no result yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", nargs="?", choices=["run", "check", "table"], default="run")
+    parser.add_argument("mode", nargs="?", choices=["run", "check", "cover", "table"], default="run")
     parser.add_argument("--only", default="", help="a regular expression; the mutants whose names have it")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--covered", type=Path, default=Path("mutants.json"), help="what `cover` writes, and runs read")
     parser.add_argument("--limit", type=int, default=1800, help="seconds of processor time for the tests of a mutant")
-    options = parser.parse_args()
+    options, words = parser.parse_known_args()  # others are pytest's, for `cover`
     mutants = [mutant for mutant in read_mutants() if re.search(options.only, mutant.name)]
     check(mutants)
+    if options.mode == "cover" or (options.mode == "run" and not options.covered.exists()):
+        cover(options.jobs, options.covered.resolve(), words)
     known = _outcomes_of(options.results)
     left = [mutant for mutant in mutants if mutant.name not in known and not mutant.why]
     random.Random(0).shuffle(left)  # so that a run which is cut short has seen all rooms
     if options.mode == "run" and left:
         passing = {test for outcome, test in known.values() if outcome == "killed"}
-        shared = options.limit, passing, options.results.resolve()
+        shared = options.limit, options.covered.resolve(), passing, options.results.resolve()
         with ProcessPoolExecutor(options.jobs, get_context("spawn"), _prepare) as pool:
             runs = [pool.submit(_run_all, left[job :: options.jobs], *shared) for job in range(options.jobs)]
             for run in runs:
                 run.result()
-    if options.mode != "check":
+    if options.mode in ("run", "table"):
         print(table({name: outcome for name, (outcome, _) in _outcomes_of(options.results).items()}, mutants))
 
 

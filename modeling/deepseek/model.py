@@ -102,6 +102,7 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationM
     _supports_flex_attn = True
     _supports_attention_backend = True
     drafts_trees, not_served, takes_shares = True, None, True
+    own_options = frozenset({"draft_vocabulary"})
     silent_part = "mtp"
     attends, learning_layers = True, [-1]
 
@@ -320,12 +321,12 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationM
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Read `draft_vocabulary` of a call."""
-        extra, name = dict(options.extra), "draft_vocabulary"
-        ids = extra.pop(name, None)
-        options = super().prepare_call(replace(options, extra=extra), config)
-        if ids is not None and not isinstance(ids, DraftVocabulary):
-            ids = DraftVocabulary(ids, self.config.get_text_config().vocab_size)
-        return options if ids is None else replace(options, extra=options.extra | {name: ids})
+        options = super().prepare_call(options, config)
+        ids = options.extra.get("draft_vocabulary")
+        if ids is None or isinstance(ids, DraftVocabulary):
+            return options
+        vocabulary = DraftVocabulary(ids, self.config.get_text_config().vocab_size)
+        return replace(options, extra=options.extra | {"draft_vocabulary": vocabulary})
 
     @property
     def mtp_loss_weight(self) -> float:

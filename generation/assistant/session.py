@@ -18,10 +18,8 @@ from ..call.sequences import NewTokens, Sequences
 from ..contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
 
-_NO_TABLE = 2**31
-"""Positions of models that look none up."""
-_LEAST = 1e-30
-"""Probability of tokens that an assistant lacks: logits processors may leave no others."""
+_NO_TABLE = 2**31  # positions of models that look none up
+_LEAST = 1e-30  # probability of tokens that an assistant lacks: logits processors may leave no others
 
 
 class SharedVocabulary:

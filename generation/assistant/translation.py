@@ -35,36 +35,24 @@ from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_range
 from .session import AssistantSession, SharedVocabulary
 
-Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]
-"""The backbone's and the assistant's."""
-_MARK = "\x01"
-"""Precedes texts that continue, as a separate token: some tokenizers write a space before the first word of all."""
-_BEFORE = 8
-"""Ids that are decoded with those after them: some tokenizers drop the first space of all."""
-_LONGEST = 256
-"""The most characters that are tokenised again with every new one, where no space comes."""
-_HALF = "\ufffd"
-"""Decoded for a part of a character."""
-_AGAIN = 64
-"""Columns that layers with an attention window keep for ids that are read again."""
+Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # the backbone's, the assistant's
+_MARK = "\x01"  # a token before texts that continue: some tokenizers write a space before the first word of all
+_BEFORE = 8  # ids that are decoded with those after them: some tokenizers drop the first space of all
+_LONGEST = 256  # the most characters that are tokenised again with every new one, where no space comes
+_HALF = "\ufffd"  # decoded for a part of a character
+_AGAIN = 64  # columns that layers with an attention window keep for ids that are read again
 
 
 @dataclass
 class AssistantText:
     """The text of one sequence, as an assistant reads it."""
 
-    ids: list[int]
-    """The assistant's."""
-    settled: int
-    """How many of them never change."""
-    before: list[int]
-    """The backbone's ids between the last two ends of whole characters."""
-    text: str = ""
-    """That of ids that may change."""
-    unread: list[int] = field(default_factory=list)
-    """The backbone's ids after the last whole character."""
-    emitted: int = 0
-    """How many characters of these are in the text."""
+    ids: list[int]  # the assistant's
+    settled: int  # how many of them never change
+    before: list[int]  # the backbone's ids between the last two ends of whole characters
+    text: str = ""  # that of ids that may change
+    unread: list[int] = field(default_factory=list)  # the backbone's ids after the last whole character
+    emitted: int = 0  # how many characters of these are in the text
 
 
 class TextCodec:
@@ -179,9 +167,6 @@ class CommonVocabulary(SharedVocabulary):
 class OwnVocabulary(SharedVocabulary):
     """All tokens of an assistant, which are translated as text: its most likely ones, by its own ids."""
 
-    def __init__(self, own: int) -> None:
-        super().__init__(own, own, own)
-
     def choose(
         self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -281,7 +266,7 @@ class TextSession(TranslatedSession):
     """The drafts of one call, translated as text."""
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions, translation: Translation) -> None:
-        super().__init__(model, options, OwnVocabulary(translation.own.size))
+        super().__init__(model, options, OwnVocabulary(*[translation.own.size] * 3))
         self.translation = translation
 
     def _drafted(self, logits: Tensor, tokens: Sequences, length: int) -> DraftTree:

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from os import PathLike
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,6 @@ from transformers import (
 )
 
 from ...configuration.fields import field
-from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import (
     SAME,
     MiMoConfig,
@@ -41,10 +39,9 @@ from ...configuration.mtp_families import (
     num_layers,
     set_modules,
 )
-from ...generation.backbone.wrapped_models import Kwargs, untyped, whole_state
+from ...generation.backbone.wrapped_models import Kwargs, untyped
 from ...generation.tensors.tensor_files import Names, read_tensors, renamed, tensor_dtypes, weight_files
 from ..common.backbone_parts import final_norm, layer_kind
-from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..common.loading import StrictLoadingMixin
 from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection, last_map
 
@@ -439,95 +436,21 @@ def load_dequantized(
 _PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj."}
 _PARTS |= {"{last}.": "norm.", "shared_head.output.": "head.", "embed_tokens.": "embed_tokens.", "": "block."}
 """Prefixes of the parts of a module, in DeepSeek-V3 and here."""
-_OURS = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
 
 
-class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
-    """A main model and its modules, saved and restored in the official layout. See `DeepSeekMTP` for attributes."""
-
-    main: PreTrainedModel
-    mtp: MTPModules
-    loss_options: ModuleLossOptions
-    shared_copies: bool
-    draft_vocabulary: DraftVocabulary | None = None
-    _loaded_so_far: dict[str, Tensor] | None = None
-    _optional_files = (FILE,)
-
-    def set_draft_vocabulary(self, ids: TokenIds | None) -> None:
-        """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
-
-        Output does not change, because the main model uses its whole vocabulary. The ids are saved with the weights.
-
-        Args:
-            ids: [U] distinct token ids, see `frequent_tokens`; None: all tokens again.
-        """
-        self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.get_text_config().vocab_size)
-
-    def _write_directory(
-        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
-    ) -> None:
-        """Write one ordinary checkpoint that transformers, vLLM and SGLang read, with the main model's type.
-
-        Module k is `model.layers.{L + k}.*`, experts one by one, with copies of embeddings and head as it was loaded.
-        """
-        if vars(self.main).get("hf_quantizer") is not None:
-            raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
-        state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
-        self._save_main(directory, state, is_main_process, **kwargs)
-        if is_main_process and self.draft_vocabulary is not None:
-            self.draft_vocabulary.save(directory)
-
-    def _official_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        layers, family = num_layers(self.config), family_of(self.config)
-        state = renamed(state, _names(self.config, self.mtp.count), "this model", back=True)
-        if self.shared_copies:
-            table = state[f"{family.stem}.embed_tokens.weight"]
-            sources = {"embed_tokens.weight": table, "shared_head.head.weight": state.get("lm_head.weight", table)}
-            for index in range(layers, layers + self.mtp.count):
-                state |= {f"{family.stem}.layers.{index}.{name}": sources[name].clone() for name in family.copies}
-        return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
-
-    def _save_main(self, directory: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
-        """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
-        config, options = self.main.config, self.loss_options.changed()
-        before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
-        vars(config).pop(_OURS, None)
-        set_modules(config, self.mtp.count)
-        vars(config).pop("mtp_loss", None)
-        vars(config).update({"mtp_loss": options} if options else {})
-        try:
-            self.main.save_pretrained(directory, is_main_process=is_main_process, state_dict=state, **kwargs)
-        finally:
-            for name, value in before.items():
-                setattr(config, name, value)
-
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Load own names, or those of a saved checkpoint; with `strict=False` tensors wait until all are there."""
-        if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
-            return super().load_state_dict(state_dict, strict, assign)
-        config = self.main.config
-        state_dict, self._loaded_so_far = (self._loaded_so_far or {}) | dict(state_dict), None
-        own = {str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()}  # without copies
-        if not strict and _size(state_dict, family_of(config).copies) < _size(own, ()):
-            self._loaded_so_far = state_dict
-            return super().load_state_dict({}, strict=False)
-        main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
-        loaded = nn.ModuleDict({"main": main, "mtp": modules}).state_dict()
-        return super().load_state_dict(loaded, strict, assign)
-
-
-def _is_official(name: str) -> bool:
+def is_official(name: str) -> bool:
     """Return whether a name is a family's (`mtp.fc.weight`, `mtp.0.attn.`) and not ours (`mtp.0.eh_proj.weight`)."""
     first, index, part, *_ = name.split(".")
     return first == "mtp" and not (index.isdigit() and f"{part}." in _PARTS.values())
 
 
-def _size(tensors: dict[str, Tensor], ignored: tuple[str, ...]) -> int:
+def num_elements(tensors: dict[str, Tensor], ignored: tuple[str, ...]) -> int:
+    """Return how many numbers there are, without copies, whose names end with one of `ignored`."""
     copies = {name for name in tensors if name.endswith(ignored) and name.count(".") > 2}
     return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
 
 
-def _names(config: PreTrainedConfig, count: int) -> Names:
+def names_in_files(config: PreTrainedConfig, count: int) -> Names:
     """Return DeepSeek-V3's names of a model with so many modules, and those of `DeepSeekMTP`."""
     family, layers = family_of(config), num_layers(config)
     indices = [(f"{family.stem}.layers.{layers + k}.", f"mtp.{k}.") for k in range(count)]
@@ -547,5 +470,5 @@ def device_map_of(devices: DeviceMap, config: PreTrainedConfig, official: bool) 
     if "mtp" in devices:
         devices = {f"mtp.{k}": devices["mtp"] for k in range(count)} | devices
     parts = {f"{name}.": device for name, device in devices.items() if name != "mtp"}
-    result = renamed(parts, _names(config, count), "device_map", back=official)
+    result = renamed(parts, names_in_files(config, count), "device_map", back=official)
     return {name.strip("."): device for name, device in result.items()}

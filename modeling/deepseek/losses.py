@@ -61,14 +61,9 @@ def chain_loss(
     from depth 1 on, and the teacher's distribution is renormalised over it, but for what is accepted (`tv`, `lk`,
     `lk_kl`); depth 0 has all tokens.
 
-    Args:
-        heads: The readout of the main model; or one for every depth, the main model's first.
-        states: Per depth [B, R_k, H], as its head reads it (`LMHeadView.normed`).
-        targets: Per depth [B, R_k] int64, -100 where there is none.
-        vocab_size: V.
-        options: How the loss is computed.
-        counts: [D + 1], targets of a whole update; None: of this batch.
-        vocabulary: The tokens that modules draft, with a head that learns nothing from them.
+    `heads` are the readout of the main model, or one for every depth; `states` per depth [B, R_k, H], as its head reads
+    them (`LMHeadView.normed`); `targets` [B, R_k] int64, -100 where there is none; `counts` [D + 1] the targets of a
+    whole update (None: of this batch); `vocabulary` what modules draft, with a head that learns nothing from them.
     """
     heads = [heads] * len(states) if isinstance(heads, LMHeadView) else heads
     head = heads[0]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,14 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field
 from ...configuration.loss_options import ModuleLossOptions
-from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
+from ...configuration.mtp_families import (
+    MiMoConfig,
+    check_fields_of_modules,
+    count_modules,
+    family_of,
+    num_layers,
+    set_modules,
+)
 from ...generation.attach import MTPGenerationMixin
 from ...generation.backbone.wrapped_models import (
     Kwargs,
@@ -25,44 +33,41 @@ from ...generation.backbone.wrapped_models import (
     input_embeddings,
     parameters_frozen,
     untyped,
+    whole_state,
 )
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import check_stored, hub_options
+from ...generation.tensors.tensor_files import check_stored, hub_options, renamed
 from ..common.backbone_parts import output_embeddings, text_positions
-from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
+from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds, stored_ids
+from ..common.loading import StrictLoadingMixin
 from ..common.online import OwnLossMixin
 from ..common.outputs import DeepSeekMTPOutput, DraftDistributions, MTPOutput, stacked_steps
 from ..common.recording import STATES
 from ..heads.losses import counts_of_update, depth_targets
 from .conversion import (
-    OfficialCheckpointModel,
     build,
     check_checkpoint,
     device_map_of,
+    is_official,
     is_to_be_dequantized,
     load,
     load_dequantized,
+    names_in_files,
+    num_elements,
 )
 from .losses import chain_loss, depth_weights, router_loss, teacher_forced
 from .modules import LMHeadView, MainOutput, MTPModules, has_towers, mapped_state, run_main
 from .session import ModuleSession
 
-_NO_PREDICTIONS = [
-    "cache",
-    "past_key_values",
-    "head_losses",
-    "mtp_logits",
-    "acceptances",
-    "inputs_embeds",
-    "position_ids",
-]
+_OWN_FIELD = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
+_IGNORED = ["cache", "past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"]
 
 
-class DeepSeekMTP(OwnLossMixin, WrapperMixin, OfficialCheckpointModel, MTPGenerationMixin, PreTrainedModel):
+class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationMixin, PreTrainedModel):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
     Checkpoints have the layout that DeepSeek and GLM publish: plain transformers, vLLM and SGLang read them too.
@@ -83,7 +88,13 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, OfficialCheckpointModel, MTPGenera
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
 
+    main: PreTrainedModel
+    mtp: MTPModules
+    loss_options: ModuleLossOptions
+    draft_vocabulary: DraftVocabulary | None = None
     base_model_prefix = "main"
+    _optional_files = (FILE,)
+    _loaded_so_far: dict[str, Tensor] | None = None
     supports_gradient_checkpointing = True
     _no_split_modules = ["MTPModule"]
     _supports_sdpa = True
@@ -91,6 +102,7 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, OfficialCheckpointModel, MTPGenera
     _supports_flex_attn = True
     _supports_attention_backend = True
     drafts_trees, not_served, takes_shares = True, None, True
+    own_options = frozenset({"draft_vocabulary"})
     silent_part = "mtp"
     attends, learning_layers = True, [-1]
 
@@ -100,7 +112,7 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, OfficialCheckpointModel, MTPGenera
         self.loss_type = "ForCausalLM"
         self.main, self.mtp = main, modules
         self._is_stateful = main._is_stateful  # transformers' assisted loop must not crop a recurrent state
-        self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # read by Trainer, not saved
+        vars(self.config)[_OWN_FIELD] = _IGNORED  # read by Trainer
         self.generation_config = main.generation_config
         self.loss_options = ModuleLossOptions.of(field(main.config, "mtp_loss"))
         self.shared_copies = bool(family_of(main.config).copies)
@@ -202,6 +214,68 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, OfficialCheckpointModel, MTPGenera
         model.set_draft_vocabulary(draft_vocabulary)
         return model
 
+    def set_draft_vocabulary(self, ids: TokenIds | None) -> None:
+        """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
+
+        Output does not change, because the main model uses its whole vocabulary. The ids are saved with the weights.
+
+        Args:
+            ids: [U] distinct token ids, see `frequent_tokens`; None: all tokens again.
+        """
+        self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.get_text_config().vocab_size)
+
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Write one ordinary checkpoint that transformers, vLLM and SGLang read, with the main model's type.
+
+        Module k is `model.layers.{L + k}.*`, experts one by one, with copies of embeddings and head as it was loaded.
+        """
+        if vars(self.main).get("hf_quantizer") is not None:
+            raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
+        state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
+        self._save_main(directory, state, is_main_process, **kwargs)
+        if is_main_process and self.draft_vocabulary is not None:
+            self.draft_vocabulary.save(directory)
+
+    def _official_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        layers, family = num_layers(self.config), family_of(self.config)
+        state = renamed(state, names_in_files(self.config, self.mtp.count), "this model", back=True)
+        if self.shared_copies:
+            table = state[f"{family.stem}.embed_tokens.weight"]
+            sources = {"embed_tokens.weight": table, "shared_head.head.weight": state.get("lm_head.weight", table)}
+            for index in range(layers, layers + self.mtp.count):
+                state |= {f"{family.stem}.layers.{index}.{name}": sources[name].clone() for name in family.copies}
+        return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
+
+    def _save_main(self, directory: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
+        """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
+        config, options = self.main.config, self.loss_options.changed()
+        before = {name: field(config, name) for name in ("dtype", "architectures", _OWN_FIELD)}
+        vars(config).pop(_OWN_FIELD, None)
+        set_modules(config, self.mtp.count)
+        vars(config).pop("mtp_loss", None)
+        vars(config).update({"mtp_loss": options} if options else {})
+        try:
+            self.main.save_pretrained(directory, is_main_process=is_main_process, state_dict=state, **kwargs)
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Load own names, or those of a saved checkpoint; with `strict=False` tensors wait until all are there."""
+        if all(name.startswith(("main.", "mtp.")) and not is_official(name) for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        config = self.main.config
+        state_dict, self._loaded_so_far = (self._loaded_so_far or {}) | dict(state_dict), None
+        own = {str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()}  # without copies
+        if not strict and num_elements(state_dict, family_of(config).copies) < num_elements(own, ()):
+            self._loaded_so_far = state_dict
+            return super().load_state_dict({}, strict=False)
+        main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
+        loaded = nn.ModuleDict({"main": main, "mtp": modules}).state_dict()
+        return super().load_state_dict(loaded, strict, assign)
+
     @property
     def base_model(self) -> nn.Module:
         """The main model without its head, which TRL calls for hidden states."""
@@ -247,12 +321,12 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, OfficialCheckpointModel, MTPGenera
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Read `draft_vocabulary` of a call."""
-        extra, name = dict(options.extra), "draft_vocabulary"
-        ids = extra.pop(name, None)
-        options = super().prepare_call(replace(options, extra=extra), config)
-        if ids is not None and not isinstance(ids, DraftVocabulary):
-            ids = DraftVocabulary(ids, self.config.get_text_config().vocab_size)
-        return options if ids is None else replace(options, extra=options.extra | {name: ids})
+        options = super().prepare_call(options, config)
+        ids = options.extra.get("draft_vocabulary")
+        if ids is None or isinstance(ids, DraftVocabulary):
+            return options
+        vocabulary = DraftVocabulary(ids, self.config.get_text_config().vocab_size)
+        return replace(options, extra=options.extra | {"draft_vocabulary": vocabulary})
 
     @property
     def mtp_loss_weight(self) -> float:

@@ -42,16 +42,10 @@ from ..common.backbone_parts import (
 
 
 class MTPModule(GradientCheckpointingLayer):
-    """One sequential module.
-
-    Args:
-        enorm: Norm of embeddings.
-        hnorm: Norm of hidden states.
-        eh_proj: Linear map from both, [2 H], to [H]; of several streams, from [H + N H] to [N H].
-        block: A decoder layer of the family.
-        norm: Norm whose output goes to the head and to the next module (`nn.Identity` where a family has none).
+    """One sequential module: norms, a linear map, a decoder layer of the family, and a norm, which a family may lack.
 
     Attributes:
+        eh_proj: Maps both, [2 H], to [H]; of several streams, [H + N H] to [N H].
         embedding_first: Order of the two halves that `eh_proj` reads.
         head: The module's own head, which reads what `norm` makes of its state; None: the main model's.
         early: The state is handed on without `norm`, which is the head's alone.
@@ -174,16 +168,11 @@ class MTPModules(nn.Module):
         past_key_values: Cache | None = None,
         prepared: Kwargs | None = None,
     ) -> Tensor:
-        """Return h^k, [B, R, H], as depth k >= 1 hands it on; beyond D the last module is reused.
+        """Return h^k, [B, R, H], as depth k >= 1 hands it on, from h^{k-1} and embeddings of tokens k positions ahead.
 
-        Args:
-            k: The depth.
-            hidden_states: h^{k-1}, [B, R, H], as its depth hands it on.
-            inputs_embeds: Embeddings of the tokens k positions ahead, [B, R, H].
-            position_ids: [B or 1, R], or as `rotary_positions` reads them; a constant shift changes nothing.
-            attention_mask: [B, past + R], 0 for padding, or what is seen [B, 1, R, W] bool.
-            past_key_values: The modules' own cache; module k has slot k - 1.
-            prepared: Result of `options` for the same positions, mask, columns and attention type.
+        Beyond D the last module is reused. Positions [B or 1, R] are as `rotary_positions` reads them; the mask is
+        [B, past + R], 0 for padding, or what is seen, [B, 1, R, W] bool; module k has slot k - 1 of their own cache;
+        `prepared` is a result of `options` for the same positions, mask, columns and attention type.
         """
         index = min(k, self.count) - 1
         options = prepared or self.options(index, hidden_states, position_ids, attention_mask, past_key_values)

@@ -79,7 +79,9 @@ class ModuleSession(DraftSession):
         self.layout.install_layers(self.cache, module_layers(self.model.config))
         if view.is_fixed:  # the columns that deeper modules compute again, and those of a draft that is accepted
             self.num_fixed = self.depth + self.num_tokens
-            self.newest = view.held("modules.states", self._newest(self.num_fixed))  # [B, P, D]
+            newest = self.states[:, -self.num_fixed :]  # and zeros before those that there are
+            newest = torch.nn.functional.pad(newest, (0, 0, self.num_fixed - newest.shape[1], 0))
+            self.newest = view.held("modules.states", newest)  # [B, P, D]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Append the newest states of every sequence, right-aligned."""
@@ -99,11 +101,6 @@ class ModuleSession(DraftSession):
         self.states = self.states[:, -(wanted + _LAG + self.num_tokens + 1) :]
         self.layout.keep(new)
         self.pending = wanted
-
-    def _newest(self, count: int) -> Tensor:
-        """Return the newest `count` states, [B, count, D]; zeros before those that there are."""
-        states = self.states[:, -count:]
-        return torch.nn.functional.pad(states, (0, 0, count - states.shape[1], 0))
 
     def _append_fixed(self, block: Tensor, new: NewTokens) -> None:
         """Append the first `new` states of a block [B, F, D]: as many columns are pending in every cycle."""
@@ -279,7 +276,9 @@ class ModuleGrowth:
         ids = torch.cat(self.nodes[first:], dim=1)  # [B, R]
         width = sum(level.shape[1] for level in self.nodes)
         seen = [torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in self.seen[first:]]  # [B, k, n]
-        states = self.drafter._nodes(module, torch.cat(inputs, 1), ids, self._distances(module), torch.cat(seen, 1))
+        # by how many columns every node follows the backbone's last one, [nodes] int64
+        distances = [torch.zeros_like(part[0]) + (level + 2 - module) for level, part in enumerate(self.nodes)]
+        states = self.drafter._nodes(module, torch.cat(inputs, 1), ids, torch.cat(distances), torch.cat(seen, 1))
         parts = states.split([self.nodes[level].shape[1] for level in levels], dim=1)
         self.states[first:] = parts
         return self.drafter._logits(module, parts[-1])  # [B, k, v]
@@ -289,7 +288,3 @@ class ModuleGrowth:
         if level == 0:
             return self.tops[max(module - 2, 0)].expand(-1, self.nodes[0].shape[1], -1)
         return taken(self.states[level - 1], self.above[level])  # [B, k, H]
-
-    def _distances(self, module: int) -> Tensor:
-        """Return by how many columns every node follows the backbone's last one, [nodes] int64."""
-        return torch.cat([torch.zeros_like(part[0]) + (level + 2 - module) for level, part in enumerate(self.nodes)])

@@ -42,8 +42,7 @@ from ..common.drafter_configs import (
     with_prefixes,
 )
 
-_DEFAULT_LAYERS = 7
-"""With fewer layers, the default choice of hidden states would repeat one."""
+_DEFAULT_LAYERS = 7  # with fewer layers, the default choice of hidden states would repeat one
 
 
 def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
@@ -83,8 +82,7 @@ def _small_aux_layers(num_layers: int) -> list[int]:
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id", "dflash_config.mask_token_id")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state")
-NESTED = ("transformer_layer_config", "model")
-"""Objects that hold the fields of the layers: speculators', vLLM's."""
+NESTED = ("transformer_layer_config", "model")  # objects with the fields of the layers: speculators', vLLM's
 LAYER_FIELDS = LAYERS | {"mlp_bias"}
 _HEAD_FIELDS = names(
     "draft_vocab_size target_hidden_size parallel_drafting num_aux_hidden_states num_aux_layers target_layer_ids bias "

@@ -35,10 +35,8 @@ from ..common.teacher import acceptance, block_slopes, divergence, logit_summari
 from ..heads.losses import IGNORE
 from .modules import EagleNetwork
 
-BLOCK = 128
-"""Rows of a sequence in one block of the later steps."""
-DISTRIBUTION_WEIGHT = 0.1
-"""Weight of the cross-entropy of distributions, relative to the regression of features (EAGLE-1, section 4.2)."""
+BLOCK = 128  # rows of a sequence in one block of the later steps
+DISTRIBUTION_WEIGHT = 0.1  # of the distance of distributions, beside the regression of features (EAGLE-1, section 4.2)
 
 
 @dataclass
@@ -286,10 +284,8 @@ def product_terms(
 class Steps:
     """The sums of all steps of a head over a batch, and their gradients; `weights` [S] are factors of the sums."""
 
-    known: Tensor | None = None
-    """[S, B, rows, 3] of the block loss."""
-    summaries: Tensor | None = None
-    """[B, L, 2], what `draft_summaries` returns."""
+    known: Tensor | None = None  # [S, B, rows, 3] of the block loss
+    summaries: Tensor | None = None  # [B, L, 2], what `draft_summaries` returns
     learns = False
 
     def __init__(
@@ -303,12 +299,10 @@ class Steps:
         changes = batch.documents[:, 1:] != batch.documents[:, :-1]
         self.first = nn.functional.pad(changes, (1, 0), value=True)[:, : batch.num_rows]
         places = torch.where(self.first, torch.arange(batch.num_rows, device=changes.device), 0)  # [B, rows]
-        self.lowest: list[int] = places.cummax(1).values.amin(0).tolist()
-        """The first column that any sequence's row sees, by row."""
+        self.lowest: list[int] = places.cummax(1).values.amin(0).tolist()  # first column that any row sees, by row
         part = head.draft_vocabulary
         self.columns = batch.labels if part is None else part.columns(batch.labels, -1)  # [B, L]
-        self.size = max(1, LOGITS_PER_CHUNK // head.draft_size)
-        """Rows whose logits exist at a time."""
+        self.size = max(1, LOGITS_PER_CHUNK // head.draft_size)  # rows whose logits exist at a time
         self.has_products = has_products(head, options)
         self.weights = weights.to(features.device)
         self.scale = self.weights.max()

@@ -41,8 +41,7 @@ from .modules import EagleNetwork
 from .session import EagleSession
 
 logger = logging.get_logger(__name__)
-_CHAIN = 5
-"""Default length of a chain, as in the published ones."""
+_CHAIN = 5  # default length of a chain, as in the published ones
 
 
 class EagleHead(ForeignLayoutsMixin, EagleNetwork):

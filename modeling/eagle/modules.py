@@ -53,7 +53,7 @@ class FusingLayer(EagleLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, features: Tensor, embeddings: Tensor, **options: Any) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, **options: object) -> Tensor:
         """Map g [B, R, d] and e [B, R, d] to [B, R, d]; `options` are keyword arguments of the attention."""
         normed = self.hidden_norm(features)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [B, R, 2 d]

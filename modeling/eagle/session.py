@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ...generation.backbone.cache import drafter_layout, of_accepted
-from ...generation.backbone.static import DrafterLayout
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, block_chain, grow_chain
 from ...generation.call.sequences import NewTokens, Sequences
@@ -52,7 +51,7 @@ class EagleSession(DraftSession):
         self.vocab_size = head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), list[tuple[Tensor, Tensor, NewTokens | None]]()
         self.prompt: Tensor | None = None
-        self.pending: _FixedPairs | None = None
+        self.fixed: tuple[Tensor, Tensor] | None = None
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         self.view, prompt, options = view, self._features(outputs.hidden_states), self.options  # [B, L, d]
@@ -60,15 +59,30 @@ class EagleSession(DraftSession):
         self.layout = drafter_layout(view, prompt.shape[1], options.max_length, span, "eagle")
         self.layout.install_layers(self.cache)
         self.draft_ids = None if self.draft_ids is None else view.held("eagle.draft_ids", self.draft_ids)  # [v]
-        if isinstance(self.layout, DrafterLayout):
-            self.pending = _FixedPairs(self, self.layout, prompt)
+        if view.is_fixed:
+            self._begin_fixed(prompt)
         else:
             self.prompt = prompt
 
+    def _begin_fixed(self, prompt: Tensor) -> None:
+        """Run the prompt's pairs [B, L, d] but the last one, which is the first new one of the next draft.
+
+        As many pairs are new in every cycle; those beyond a sequence's own are zeros, and seen by nobody.
+        """
+        self.layout.block_offset = -(size := prompt.shape[1])
+        if size > 1:
+            self._run(prompt[:, :-1], self.options.prompt[:, 1 - size :])
+        self.layout.ends.sub_(1)
+        features = torch.nn.functional.pad(prompt[:, -1:], (0, 0, 0, self.num_tokens))  # [B, P, d]
+        new, hold = torch.ones_like(self.layout.ends), self.view.held
+        self.fixed = hold("eagle.features", features), hold("eagle.new", new)
+
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         new = self.view.new_tokens
-        if self.pending is not None:
-            self.pending.take(self._features(outputs.hidden_states), new.on_device)
+        if self.fixed is not None:
+            features, (held, counts) = self._features(outputs.hidden_states), self.fixed  # [B, P or fewer, d]
+            counts.copy_(new.on_device)
+            held[:, : features.shape[1]] = of_accepted(features, new.on_device)
         elif new.longest:
             features = self._features(outputs.hidden_states, new.longest)  # [B, P, d]
             self.pairs.append((features, result.tokens[:, : new.longest], new))
@@ -81,13 +95,18 @@ class EagleSession(DraftSession):
         if self.prompt is not None:  # its last pair has the token that was added first
             self.pairs.append((self.prompt, tokens.newest(self.prompt.shape[1]), None))
             self.prompt = None
-        features = None if self.pending is None else self.pending.run(self, tokens)  # [B, 1, d]
-        if length < 1:
+        if self.fixed is not None:
+            features, new = self.fixed
+            columns = (tokens.ends - new)[:, None] + cached_arange(features.shape[1], new.device)  # [B, P]
+            self.pairs.append((features, tokens.at(columns), NewTokens.unread(new)))
+        elif length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         for pairs in self.pairs:
             self._append_pairs(*pairs)
         self.pairs.clear()
-        features, self.layout.block_offset = self.features if features is None else features, 0
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        features, self.layout.block_offset = self.features, 0
         masks = self.options.masks(tokens) if self.options.processors else None
         if self.options.draft_tree is None:
             return self._chain(features, length, masks)
@@ -97,10 +116,11 @@ class EagleSession(DraftSession):
         """Run pairs of true features [B, P, d]; the first ones, `new` of each sequence (None: the prompt's), stay."""
         self.layout.block_offset = 0 if new else -ids.shape[1]
         features = self._run(features, ids)
-        self.features = features[:, -1:]  # [B, 1, d]
-        if new is not None and not new.is_even:
-            last = (new.on_device - 1).clamp(min=0)[:, None, None]  # a sequence that has ended keeps any
-            self.features = features.gather(1, last.expand(-1, 1, features.shape[2]))  # [B, 1, d]
+        if new is None or new.is_even:
+            self.features = features[:, -1:]  # [B, 1, d]
+        else:
+            last = (new.on_device - 1).clamp(min=0)[:, None]  # a sequence that has ended keeps any
+            self.features = taken(features, last.to(features.device))  # [B, 1, d]
         if new is not None:
             self.layout.keep(new)
 
@@ -133,36 +153,6 @@ class EagleSession(DraftSession):
             return self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
 
         return grow_chain(step, self.options, length)
-
-
-class _FixedPairs:
-    """New pairs in as many columns in every cycle; those beyond a sequence's own are zeros, and seen by nobody.
-
-    The prompt's pairs [B, L, d] but the last one, whose token is not known yet, run at once.
-    """
-
-    def __init__(self, session: EagleSession, layout: DrafterLayout, prompt: Tensor) -> None:
-        self.layout, size = layout, prompt.shape[1]  # not the session: a call's buffers go back when it goes
-        layout.block_offset = -size
-        if size > 1:
-            session._run(prompt[:, :-1], session.options.prompt[:, 1 - size :])
-        layout.ends.sub_(1)  # the last one is new
-        features = torch.nn.functional.pad(prompt[:, -1:], (0, 0, 0, session.num_tokens))  # [B, P, d]
-        self.features = layout.held("features", features)
-        self.new = layout.held("new", torch.ones_like(layout.ends))
-
-    def take(self, features: Tensor, new: Tensor) -> None:
-        """Take the features [B, P or fewer, d] of a block, of which the first `new` [B] are accepted."""
-        self.new.copy_(new)
-        self.features[:, : features.shape[1]] = of_accepted(features, new)
-
-    def run(self, session: EagleSession, tokens: Sequences) -> Tensor:
-        """Run the pairs, and return the features [B, 1, d] of each sequence's last one; any where it has ended."""
-        columns = (tokens.ends - self.new)[:, None] + cached_arange(self.features.shape[1], self.new.device)  # [B, P]
-        self.layout.block_offset = 0
-        features = session._run(self.features, tokens.at(columns))  # [B, P, d]
-        self.layout.keep(NewTokens.unread(self.new))
-        return taken(features, (self.new - 1).clamp(min=0)[:, None].to(features.device))
 
 
 class _Growth:

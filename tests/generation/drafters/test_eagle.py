@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.backbones import prompts, train_eagle
 from tests.eagle_models import tiny_backbone
 from tests.models import left_padded
 from tokenahead import EagleHead
@@ -17,23 +18,9 @@ DRAFTS = {
 }
 
 
-def trained_head(version=3, config_class=None, **changes):
-    """A small backbone, and a head that was briefly trained on what it writes."""
-    backbone = tiny_backbone(1, **({"config_class": config_class} if config_class else {}), **changes)
-    text = backbone.generate(torch.randint(2, 64, (16, 3)), max_new_tokens=40, do_sample=False, pad_token_id=0)
-    head = EagleHead.from_backbone(backbone, version=version, loss_options={"steps": 3 if version == 3 else None})
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    for _ in range(25):
-        head(text, labels=text).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return head.eval(), [row[:length] for row, length in zip(text[::4], (3, 9, 6, 12))]
-
-
 @pytest.fixture(scope="module", params=[1, 3])
-def trained_pair(request):
-    torch.manual_seed(0)
-    return trained_head(request.param)
+def head(request):
+    return train_eagle(tiny_backbone(1), request.param, steps=25)
 
 
 class _Watched(EagleSession):
@@ -43,9 +30,8 @@ class _Watched(EagleSession):
         tree = super().propose(tokens, length)
         if length < 1:
             return tree
-        assert torch.equal(self.layout.counts, self.view.counts) and self.layout.lengths == [
-            n - 1 for n in tokens.lengths
-        ]
+        assert torch.equal(self.layout.counts, self.view.counts)
+        assert self.layout.lengths == [length - 1 for length in tokens.lengths]
         for row, (start, end) in enumerate(zip(self.starts, tokens.lengths)):
             if end == tokens.prompt_length + GREEDY["max_new_tokens"]:
                 continue  # the row has ended, and its drafts do not matter
@@ -58,9 +44,8 @@ class _Watched(EagleSession):
 
 @pytest.mark.by_day("1-tree", "3-static")
 @pytest.mark.parametrize("name", DRAFTS)
-def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypatch):
-    head, prompts = trained_pair
-    batch = left_padded(prompts)
+def test_between_cycles_it_knows_true_features_only(head, name, monkeypatch):
+    batch = left_padded(prompts(4, 64))
 
     def watched(options):
         drafter = _Watched(head, options)

@@ -9,12 +9,13 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.inkling import modeling_inkling as inkling
 
 from tests.families import family_model, random_ids
+from tests.modeling.deepseek.composed import normed
 from tests.towers import image_batch, tower_model
 from tokenahead import DeepSeekMTP
 
 LAYER = "model.mtp.layers.{}.transformer_block."
-PARTS = {"norm": "model.mtp.chain_norm.weight"}
-PARTS |= {name: f"model.mtp.layers.{{}}.{name}.weight" for name in ("hidden_norm", "embed_norm", "input_proj")}
+PARTS = {"norm": "model.mtp.chain_norm"}
+PARTS |= {name: f"model.mtp.layers.{{}}.{name}" for name in ("hidden_norm", "embed_norm", "input_proj")}
 OFFICIAL = (
     *("attn_norm.weight", "mlp_norm.weight", "attn_sconv.weight", "mlp_sconv.weight", "mlp.w13_dn.weight"),
     *("mlp.w2_md.weight", "mlp.global_scale", "attn.wq_du.weight", "attn.wk_dv.weight", "attn.wv_dv.weight"),
@@ -27,17 +28,12 @@ OFFICIAL = (
 def composed(model, files, hidden, embeds, real, has_norm):
     """Logits of every module from h^0 and embeddings [B, L, H]; `real` [B, L] marks those of tokens."""
     text = model.config.get_text_config()
-
-    def norm(name, states):
-        layer = inkling.InklingRMSNorm(32, text.rms_norm_eps)
-        layer.load_state_dict({"weight": files[name]})
-        return layer(states)
-
+    norm = normed(inkling.InklingRMSNorm, files, text.rms_norm_eps)
     for k, module in enumerate(model.mtp):
         names = {part: name.format(k) for part, name in PARTS.items()}
         hidden, embeds, real = hidden[:, :-1], embeds[:, 1:], real[:, :-1]
         joined = torch.cat([norm(names["hidden_norm"], hidden), norm(names["embed_norm"], embeds)], -1)
-        states = joined @ files[names["input_proj"]].T
+        states = joined @ files[f"{names['input_proj']}.weight"].T
         is_near = k in text.mtp_local_layer_ids
         kinds = {"layer_types": ["hybrid_sliding" if is_near else "hybrid"] * 2, "mlp_layer_types": ["dense"] * 2}
         own = type(text)(**text.to_dict() | kinds | {"log_scaling_n_floor": None})
@@ -62,7 +58,7 @@ def test_modules_of_a_text(near, has_norm, tmp_path):
     model, ids = family_model("inkling_text", 0, 2, **changes), random_ids()
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
-    assert (PARTS["norm"] in files) == has_norm
+    assert (f"{PARTS['norm']}.weight" in files) == has_norm
     body, real = model.main.model, torch.ones_like(ids)
     real[1, :3] = 0
     raw = torch.nn.functional.embedding(ids, files["model.embed_tokens.weight"])

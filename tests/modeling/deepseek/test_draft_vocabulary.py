@@ -73,9 +73,8 @@ def test_logits_are_the_head_s_of_those_rows_also_once_it_was_trained():
     vocabulary, states = DraftVocabulary(ids, 96), torch.randn(2, 32)
     for _ in range(2):
         want = model.readout(states)[:, ids.sort().values]
-        torch.testing.assert_close(
-            model.readout.finish(part_logits(vocabulary, model.readout.head, states)), want, atol=1e-6, rtol=1e-5
-        )
+        got = model.readout.finish(part_logits(vocabulary, model.readout.head, states))
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
         model.get_output_embeddings().weight.add_(0.1)
     quantised = copy.deepcopy(model)
     quantised.main.lm_head = torch.nn.Sequential(quantised.main.lm_head)  # a head whose weights are not read

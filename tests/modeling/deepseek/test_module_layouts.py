@@ -76,17 +76,8 @@ def test_hy_v4(tmp_path):
     )
     places = torch.arange(15)[None]
     rotary = hunyuan.HYV4RotaryEmbedding(config)(states, places)
-    states = (
-        states
-        + attention(
-            hidden_states=norm("input_layernorm", states),
-            attention_mask=mask,
-            position_ids=places,
-            position_embeddings=rotary,
-            past_key_values=None,
-            prev_topk_indices=None,
-        )[0]
-    )
+    given = {"position_ids": places, "position_embeddings": rotary, "past_key_values": None, "prev_topk_indices": None}
+    states = states + attention(norm("input_layernorm", states), attention_mask=mask, **given)[0]
     states = states + experts(norm("post_attention_layernorm", states))
     want = norm("final_layernorm", states) @ files["lm_head.weight"].T
     torch.testing.assert_close(out.mtp_logits[0], want, atol=1e-5, rtol=0)
@@ -127,9 +118,8 @@ def test_minimax_m3(tmp_path):
     files, config = load_file(tmp_path / "model.safetensors"), model.main.model.language_model.config
     found, state = model(ids, output_mtp_logits=True).mtp_logits, model.main.model(ids).last_hidden_state
     embeds = model.get_input_embeddings()(ids)
-    own = type(config)(
-        **config.to_dict() | {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["sparse"] * 2}
-    )
+    changed = {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["sparse"] * 2}
+    own = type(config)(**config.to_dict() | changed)
     own._attn_implementation = "eager"
 
     norm = normed(minimax.MiniMaxM3VLRMSNorm, files, config.rms_norm_eps)

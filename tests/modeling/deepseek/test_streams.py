@@ -152,9 +152,8 @@ def test_deepseek_s_own_files_and_fields_are_read(tmp_path):
     model.save_pretrained(tmp_path)
     files = official(load_file(tmp_path / "model.safetensors"))
     assert {"embed.weight", "norm.weight", "hc_head_fn", "layers.0.attn.kv_norm.weight"} <= set(files)
-    assert {f"mtp.0.{name}" for name in ("norm.weight", "hc_head_fn", "emb.tok_emb.weight", "head.weight")} <= set(
-        files
-    )
+    own = ("norm.weight", "hc_head_fn", "emb.tok_emb.weight", "head.weight")
+    assert {f"mtp.0.{name}" for name in own} <= set(files)
     assert not any(name.startswith("model.") for name in files)
     save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
@@ -166,11 +165,9 @@ def test_deepseek_s_own_files_and_fields_are_read(tmp_path):
     for a, b in zip((again(ids).logits, *again(ids).mtp_logits), (model(ids).logits, *model(ids).mtp_logits)):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
     assert again.shared_copies
-    shards = [
-        {key: files[key] for key in files if key.startswith("mtp.") == of_modules} for of_modules in (True, False)
-    ]
     other = family_model("deepseek_v4", 1, layer_types=KINDS, compress_rates=None)
-    for shard in shards:  # as a resuming Trainer reads them
+    for of_modules in (True, False):  # as a resuming Trainer reads shards
+        shard = {key: files[key] for key in files if key.startswith("mtp.") == of_modules}
         other.load_state_dict(shard, strict=False)
     torch.testing.assert_close(other(ids).mtp_logits[0], model(ids).mtp_logits[0], atol=1e-6, rtol=0)
     del files["mtp.0.emb.tok_emb.weight"], files["mtp.0.head.weight"]

@@ -47,11 +47,9 @@ def test_an_official_folder_round_trips_in_its_layout(tmp_path):
     for name in CASES:
         case = golden_case(name)
         case.head.save_pretrained(tmp_path)
-        before = (
-            torch.load(DATA / name / "official" / "pytorch_model.bin", weights_only=True) if name != CASES[1] else None
-        )
-        if before is None:
-            before = load_file(DATA / name / "official" / "model.safetensors")
+        official = DATA / name / "official"
+        safe = official / "model.safetensors"
+        before = load_file(safe) if safe.exists() else torch.load(official / "pytorch_model.bin", weights_only=True)
         after = load_file(tmp_path / "model.safetensors")
         assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
         again = golden_case(name, tmp_path)

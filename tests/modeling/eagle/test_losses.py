@@ -38,9 +38,8 @@ def test_losses_and_gradients_are_the_official_ones(name, block, monkeypatch):
             torch.testing.assert_close(got[None], norm, rtol=1e-4, atol=0)
 
 
-def head_and_batch(version=3, **options):
-    base = tiny_backbone()
-    head = EagleHead.from_backbone(base, version=version, **options)
+def head_and_batch(version=3, draft_ids=None, **options):
+    head = EagleHead.from_backbone(tiny_backbone(), version=version, draft_ids=draft_ids, **options)
     with torch.no_grad():
         for parameter in head.layers.parameters():
             parameter += torch.randn_like(parameter) * 0.1
@@ -71,21 +70,23 @@ def test_ignored_labels_do_not_count_and_are_still_read():
 @pytest.mark.parametrize("divergence", ["cross_entropy", "block"])
 @pytest.mark.parametrize(("version", "options"), [*OBJECTIVES, (3, {"draft_ids": torch.arange(0, 64, 2)})])
 def test_rows_without_targets_have_no_logits(version, options, divergence, monkeypatch):
-    objective = {name: value for name, value in options.items() if name == "objective"}
-    rest = {name: value for name, value in options.items() if name != "objective"}
-    head = head_and_batch(version, loss_options={"divergence": divergence, **objective}, **rest)
+    given = {"objective": options.get("objective"), "divergence": divergence}
+    head = head_and_batch(version, options.get("draft_ids"), loss_options=given)
     labels, drafted, taught = IDS.clone(), [], []
     labels[:, :14], steps = -100, head(IDS, labels=IDS).step_losses.numel()
-    own, backbone, by_products = head.draft_logits, head.backbone_logits, eagle_losses.product_terms
-    monkeypatch.setattr(head, "draft_logits", lambda rows: (drafted.append(len(rows)), own(rows))[1])
-    monkeypatch.setattr(
-        eagle_losses,
-        "product_terms",
-        lambda _, rows, *given: (drafted.append(len(rows)), by_products(_, rows, *given))[1],
-    )
-    monkeypatch.setattr(
-        head, "backbone_logits", lambda rows, **given: (taught.append(len(rows)), backbone(rows, **given))[1]
-    )
+
+    def noted(owner, name, counts, place=0):
+        own = getattr(owner, name)
+
+        def counted(*args, **given):
+            counts.append(len(args[place]))
+            return own(*args, **given)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    noted(head, "draft_logits", drafted)
+    noted(eagle_losses, "product_terms", drafted, 1)
+    noted(head, "backbone_logits", taught)
     with torch.no_grad():
         head(IDS, labels=labels)
     # 6 labels of each of two texts: every step predicts all of them, twice where steps are read together
@@ -121,17 +122,13 @@ def test_version_1_learns_over_a_draft_vocabulary(options):
     assert head(IDS, labels=IDS).loss < before - 0.05
 
 
-def test_noise_is_for_training_alone():
+def test_noise_is_for_training_alone_and_centred(monkeypatch):
     head = head_and_batch(version=1, loss_options={"noise": 0.2})
     quiet = head.eval()(IDS, labels=IDS).loss
     assert torch.equal(head(IDS, labels=IDS).loss, quiet)
     assert not torch.equal(head.train()(IDS, labels=IDS).loss, quiet)
-
-
-def test_noise_is_centred(monkeypatch):
     monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 0.5))
-    head = head_and_batch(version=1, loss_options={"noise": 0.2})
-    assert torch.equal(head.train()(IDS, labels=IDS).loss, head.eval()(IDS, labels=IDS).loss)
+    assert torch.equal(head(IDS, labels=IDS).loss, quiet)
 
 
 @pytest.mark.parametrize(("version", "options"), OBJECTIVES[1:], ids=["eagle1", "hass"])

@@ -18,8 +18,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 from transformers.utils import logging
 
 from ..generation.drafter import BaseDrafter, DrafterFacts
+from ..modeling.common.loading import holds_drafter_alone, read_drafter
 from ..modeling.common.remote_code import CODE_DIRECTORY, REQUIREMENT, check_choice
-from ..modeling.common.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
 from ..training.loading import load_backbone
 from ..training.requests import CardRequest

@@ -26,7 +26,7 @@ from ..generation.drafter import DRAFTERS
 from ..generation.tensors.saving import finish, reads_whole
 from ..generation.tensors.tensor_files import check_index, hub_options
 from ..modeling import DeepSeekMTP
-from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
+from ..modeling.common.loading import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
 

@@ -156,8 +156,8 @@ class ForeignLayoutsMixin(DraftModel):
 
     def without_code(self) -> str | None:
         """Return why no code can be saved in layouts of other libraries."""
-        is_own = self.config.layout == "tokenahead"
-        return super().without_code() if is_own else f"layout={self.config.layout!r} is for other tools"
+        layout = self.config.layout
+        return None if layout == "tokenahead" else f"layout={layout!r} is for other tools"
 
 
 def layer_fields(text: PreTrainedConfig, options: Fields) -> Fields:

@@ -41,9 +41,6 @@ class DraftModel(OwnLossMixin, StrictLoadingMixin, AttachableDrafter, PreTrained
     # Auto classes give a class of foreign code GenerationMixin, unless the name of its `generate` has that in it
     generate = NoGenerationMixin.generate
 
-    def check_policy(self) -> None:
-        self.check_backbone(self.backbone)
-
     @can_return_tuple
     def forward(
         self,

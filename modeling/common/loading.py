@@ -162,7 +162,7 @@ class StrictLoadingMixin:
 
     def without_code(self) -> str | None:
         """Return why no code can be saved with this model; None where it can."""
-        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
+        return None
 
     def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
         """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.

@@ -340,8 +340,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         """Return None (FSDP2 would shard them apart)."""
 
     def without_code(self) -> str | None:
-        known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
-        return super().without_code() if self.family.is_built_in else known
+        unknown = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
+        return None if self.family.is_built_in else unknown
 
     @classmethod
     @reads_whole

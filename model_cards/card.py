@@ -64,19 +64,15 @@ def render_card(
         remote_code: The code that travels with the model, as for `push_to_hub`.
         compared: Results of other methods, for a table of comparison; none of their figures is the model's.
         hyperparameters: Names and values of the training run.
-        training_data: Its training data, as Markdown, like the three that follow.
+        training_data: As Markdown, like the three that follow.
         training_description: How the model was trained.
         training_results: The log of the training run.
         out_of_scope: Uses to avoid, before those that hold for every such model.
         **metadata: Fields of `ModelCardData`: `license`, `language`, `base_model`, `model_name` (the title), ...
 
-    Returns:
-        The card; `str(card)` is the text of README.md.
-
     Raises:
-        TypeError: The model has no multi-token head.
-        ValueError: A path of this machine would be shown; a `repo_id`, `base_model` or `picture` that is neither a
-            name on the Hub nor a path; an unknown `remote_code`.
+        TypeError: The model does not draft.
+        ValueError: A path of this machine would be shown, or an argument is neither a name on the Hub nor a path.
 
     Example:
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
@@ -105,9 +101,8 @@ def render_card(
         "eval_results": _eval_results(results) if results else None,
     } | {name: value for name, value in metadata.items() if value is not None}
     fields["tags"] = [*_TAGS, config.model_type, *(metadata.get("tags") or ())]
-    data = ModelCardData(**fields)
     text = _template().render(
-        data=data,
+        data=ModelCardData(**fields),
         kind=kind,
         config=config,
         facts=facts,

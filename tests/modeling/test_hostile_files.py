@@ -226,9 +226,11 @@ OFFICIAL = {
     ),
 }  # fmt: skip
 EXPORTED = {
-    "medusa": (MTPHeads.from_official, "medusa_lm_head.safetensors"),
-    "specforge": (EagleHead.from_pretrained, "model.safetensors"),
-}
+    "medusa": (SAVED["medusa"][0], MTPHeads.from_official, "medusa_lm_head.safetensors"),
+    "specforge": (
+        lambda: EagleHead.from_backbone(llama(num_hidden_layers=4)), EagleHead.from_pretrained, "model.safetensors"
+    ),
+}  # fmt: skip
 
 
 def _downloaded(kind, folder):
@@ -237,10 +239,9 @@ def _downloaded(kind, folder):
         shutil.copytree(OFFICIAL[kind][0], folder)
         return OFFICIAL[kind][1:]
     if kind in EXPORTED:
-        (SAVED["medusa"][0]() if kind == "medusa" else EagleHead.from_backbone(llama(num_hidden_layers=4))).export(
-            folder, kind
-        )
-        return EXPORTED[kind]
+        make, *found = EXPORTED[kind]
+        make().export(folder, kind)
+        return found
     return _saved(kind.removeprefix("our "), folder), "model.safetensors"
 
 

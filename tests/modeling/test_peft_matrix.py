@@ -13,6 +13,7 @@ from tokenahead.configuration.transformers_names import obstacle_of_peft
 
 OWNERS = {
     **{f"evabyte_{kind}": kind for kind in ("ff", "cp", "hmm", "btree")},
+    "evabyte_shared": "shared",
     "deepseek": None,
     "deepseek_llama": None,
 }
@@ -29,7 +30,7 @@ RANKED = {kind: {"rank": 2} for kind in ("cp", "hmm", "btree")}
 
 def make(name: str) -> torch.nn.Module:
     kind = OWNERS[name]
-    if kind in (None, "ff"):
+    if kind in (None, "ff", "shared"):
         return every_model(name)
     return tiny_model(mtp_head={"head_type": kind, "window": 4, "rank": 2})
 
@@ -64,7 +65,8 @@ def trained(model: torch.nn.Module) -> set[str]:
 def test_save_load_merge_and_generate(name, way, tmp_path):
     """Greedy texts with drafts are those without, adapted, loaded again and merged; sampled ones are the same, too."""
     model = moved(get_peft_model(make(name), config_for(name, way))).eval()
-    adapted = {key.split(".lora_")[0] for key in (learned := trained(model)) if "lora_" in key}
+    learned = trained(model)
+    adapted = {key.split(".lora_")[0] for key in learned if "lora_" in key}
     assert any("self_attn" in key for key in adapted) and not any("head" in key for key in adapted)
     assert any("modules_to_save" in key for key in learned) == (way == "modules to save")
     assert all("modules_to_save" in key or "lora_" in key for key in learned)

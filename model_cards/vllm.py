@@ -87,10 +87,7 @@ class HeadProposer:
         repair_sampler(weight.device)
 
     def take(self, states: torch.Tensor, metadata: Any, sampling: Any) -> None:
-        """Record the runner's `SpecDecodeMetadata`, `SamplingMetadata` and states for the next `propose`.
-
-        `states` [R, d] are those whose logits were computed: m + 1 of a request that had m drafts.
-        """
+        """Record, for the next `propose`, the runner's `SpecDecodeMetadata`, `SamplingMetadata` and states [R, d]."""
         counts = [] if metadata is None else list(metadata.num_draft_tokens)
         self._step = states, counts, None if sampling.all_greedy else sampling.temperature
 
@@ -163,10 +160,7 @@ def _directory(options: object) -> Path:
 
 
 def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
-    """Return the row of each request's state just before its newest token; requests without a token have none.
-
-    A request with m drafts has m + 1 rows; where r drafts were rejected, the state is r rows before its last.
-    """
+    """Return the row of each request's state just before its newest token, of m + 1 rows of one with m drafts."""
     rows, offset = [], 0
     for index, tokens in enumerate(sampled):
         if tokens:
@@ -220,8 +214,8 @@ def register() -> None:
 def repair_sampler(device: torch.device) -> None:
     """Replace the wrong functions of vLLM's rejection sampler on CPUs, with a warning.
 
-    In 0.32 the kernel that expands values of requests writes into a copy: the sampler reads uninitialised memory for
-    temperatures, `top_k` and `top_p`. And in a step without drafts, `top_k` takes the maximum of an empty tensor.
+    In 0.32 the kernel that expands values of requests writes into a copy, so that temperatures, `top_k` and `top_p` are
+    uninitialised memory; and in a step without drafts, `top_k` takes the maximum of an empty tensor.
     """
     sampler = importlib.import_module(_SAMPLER)
     if (original := getattr(sampler, _EXPAND, None)) is None:  # another version, which does it otherwise

@@ -155,10 +155,7 @@ def term_rows(terms: TermFunction, part: LossSegment, logits_per_position: int) 
 
 
 def rows_per_chunk(logits: int, device: torch.device, together: int = 4) -> int:
-    """Return the number of positions of a chunk, each of which makes so many logits.
-
-    `together` are the rows that a position has in one product with an unembedding: its depths where they share it.
-    """
+    """Return the positions of a chunk, each of which makes so many logits, `together` rows of one product."""
     most = max(1, LOGITS_PER_CHUNK // logits)
     if device.type != "cpu":
         return max(most, min(_PRODUCT_ROWS // together, 8 * most))  # memory has its limit, too
@@ -177,10 +174,7 @@ class Made:
 
 
 def made_in_forward(make: Callable[[list[bool]], Made], inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a loss whose gradients its forward makes, and its sums; backward, which can run once, scales them.
-
-    `make` is told which inputs need a gradient, none of them where gradients are off.
-    """
+    """Return a loss and its sums of `make`, which is told which inputs need a gradient; backward can run once."""
     value, *sums = _MadeInForward.apply(make, torch.is_grad_enabled(), *inputs)
     return value, sums
 

@@ -30,19 +30,14 @@ _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision"
 class StrictLoadingMixin:
     """`from_pretrained` that raises where transformers would warn, and directories that are saved whole or not at all.
 
-    A class that writes its tensors in its own way overrides `_write_directory`, and names in `_optional_files` what it
-    does not always write.
-
-    Attributes:
-        remote_classes: By Auto class, the class of its module that code in a saved directory loads.
-        travels_when_pushed: Whether a push carries the code by default.
+    A class that writes its tensors in its own way overrides `_write_directory`.
     """
 
-    remote_classes: Mapping[str, str] = {}
-    travels_when_pushed: bool = True
-    _config_file: str = CONFIG_NAME
+    remote_classes: Mapping[str, str] = {}  # by Auto class, the class of its module that saved code loads
+    travels_when_pushed: bool = True  # whether a push carries the code by default
     config_class: ClassVar[type[PreTrainedConfig]]
-    _optional_files: tuple[str, ...] = ()
+    _config_file: str = CONFIG_NAME
+    _optional_files: tuple[str, ...] = ()  # what it does not always write
 
     @classmethod
     @reads_whole
@@ -140,9 +135,8 @@ class StrictLoadingMixin:
             config._auto_class = None
         for name in self._optional_files if spread and is_main_process else ():
             (target / name).unlink(missing_ok=True)
-        divided = (
-            None if spread else vars(config).pop("distributed_config", None)
-        )  # transformers would wait for all processes
+        # else transformers would wait for all processes
+        divided = None if spread else vars(config).pop("distributed_config", None)
         try:
             with whole_directory(target, kwargs.get("variant"), self._optional_files, in_place=spread) as directory:
                 self._write_directory(directory, is_main_process, state_dict, **kwargs)

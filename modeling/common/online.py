@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any, cast
 
@@ -121,19 +121,12 @@ def _end(row: Row, size: int) -> Row:
 class RecordingSession(DraftSession):
     """A drafter's session that also adds verified tokens and their states to a buffer, as many as it holds.
 
-    Of the prompt only the last state is recorded where drafts depend on no other (`attends`). `finished` gets
-    statistics and seconds of the call.
+    Of the prompt only the last state is recorded where drafts depend on no other (`attends`).
     """
 
-    def __init__(
-        self,
-        session: DraftSession,
-        drafter: OwnLossMixin,
-        buffer: OnlineBuffer,
-        finished: Callable[[Speculation, float], None],
-    ) -> None:
-        self.session, self.buffer, self.finished, self.started = session, buffer, finished, time.perf_counter()
-        self.layers, self.keeps_prompt = list(drafter.learning_layers), drafter.attends
+    def __init__(self, session: DraftSession, learner: OnlineLearner) -> None:
+        self.session, self.learner, self.started = session, learner, time.perf_counter()
+        self.layers, self.keeps_prompt = list(learner.drafter.learning_layers), learner.drafter.attends
         self.num_tokens, self.reads_cache = session.num_tokens, session.reads_cache
         self.supports_confidence_threshold = session.supports_confidence_threshold
         self.hidden_layers = joined_layers(session.hidden_layers, self.layers)
@@ -142,10 +135,11 @@ class RecordingSession(DraftSession):
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         self.view, mask, states = view, view.mask, self._states(outputs.hidden_states)
         batch, width = states.shape[:2]
-        count = min(width, max(1, self.buffer.capacity // (2 * batch))) if self.keeps_prompt else 1
+        capacity = self.learner.buffer.capacity
+        count = min(width, max(1, capacity // (2 * batch))) if self.keeps_prompt else 1
         self.real = (mask[:, -width:] if mask is not None else states.new_ones(batch, width)).bool()  # [B, width]
         self.ends = view.counts.clone() if view.has_columns else self.real.sum(1)  # [B], positions of the first token
-        self.states, self.left = [states[:, -count:].clone()], self.buffer.capacity
+        self.states, self.left = [states[:, -count:].clone()], capacity
         self.session.begin(outputs, view)
 
     def _states(self, hidden_states: Sequence[Tensor | None]) -> Tensor:
@@ -171,8 +165,8 @@ class RecordingSession(DraftSession):
         self.session.finish(statistics)
         if self.ids:
             with torch.inference_mode(False):
-                self.buffer.add(self._rows())
-        self.finished(statistics, time.perf_counter() - self.started)
+                self.learner.buffer.add(self._rows())
+        self.learner.finish(statistics, time.perf_counter() - self.started)
 
     def _rows(self) -> list[Row]:
         """Return the sequences of the call."""
@@ -266,10 +260,7 @@ class OwnLossMixin(nn.Module):
         Args:
             every: New tokens after which the drafter learns, at the end of a call.
             budget: The largest share of the time of calls that learning may take.
-            **options: Further arguments of `OnlineLearner`.
-
-        Returns:
-            The learner, with the `curve` of acceptance, `freeze` and `unfreeze`.
+            **options: Further arguments of `OnlineLearner`, which is returned.
         """
         return OnlineLearner(self, every=every, budget=budget, **options)
 
@@ -355,9 +346,9 @@ class OnlineLearner(Recorder):
         return self.is_shared and distributed.is_available() and distributed.is_initialized()
 
     def session(self, session: DraftSession) -> DraftSession:
-        return RecordingSession(session, self.drafter, self.buffer, self._finish)
+        return RecordingSession(session, self)
 
-    def _finish(self, statistics: Speculation, seconds: float) -> None:
+    def finish(self, statistics: Speculation, seconds: float) -> None:
         """Count the tokens of a call, and learn where that is due."""
         self.tokens += statistics.new_tokens
         self._accepted += sum(map(sum, statistics.rows_accepted))

@@ -101,7 +101,7 @@ def render_card(
         "eval_results": _eval_results(results) if results else None,
     } | {name: value for name, value in metadata.items() if value is not None}
     fields["tags"] = [*_TAGS, config.model_type, *(metadata.get("tags") or ())]
-    text = _template().render(
+    text = _ENVIRONMENT.get_template("model_card.md.jinja").render(
         data=ModelCardData(**fields),
         kind=kind,
         config=config,
@@ -125,20 +125,6 @@ def render_card(
     card = ModelCard(text)
     card.text += _mark(str(card))
     return card
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # this is Markdown, not HTML
-    )
-    environment.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
-    return environment.get_template("model_card.md.jinja")
 
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, PreTrainedConfig, DrafterFacts]:
@@ -207,6 +193,18 @@ def _fenced(value: str, language: str = "") -> _Block:
     """Return a block of code, whose fence is longer than any within."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", value)), default=0))
     return _Block(f"{fence}{language}\n{value}\n{fence}")
+
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_TEMPLATES),
+    undefined=jinja2.StrictUndefined,
+    finalize=_shown,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # this is Markdown, not HTML
+)
+_ENVIRONMENT.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
 
 
 def _citations(papers: tuple[str, ...]) -> str:

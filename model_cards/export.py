@@ -24,7 +24,7 @@ from ..configuration.fields import refuse
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import GENERATE_KWARGS
 from ..generation.tensors.saving import whole_directory
-from ..generation.tensors.tensor_files import Fields, tensor_dtypes
+from ..generation.tensors.tensor_files import Fields, read_json, tensor_dtypes
 from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.modules import has_towers
@@ -123,7 +123,10 @@ def export(
             save_retrofit(model, written, **options)
         else:
             _save(model, written, bool(family.copies) if copies is None else copies, **options)
-        _drop_options_of_generate(written / parts[0] / "generation_config.json")
+        if (own := written / parts[0] / "generation_config.json").is_file():  # an engine has options of its own
+            ours = {*GENERATE_KWARGS, "use_mtp", "prompt_lookup_num_tokens"}
+            fields = {name: value for name, value in read_json(own).items() if name not in ours}
+            _write(own, {name: value for name, value in fields.items() if "assistant" not in name})
         warnings = [_ON_CPUS] * (engine == "vllm") + _save_tokenizer(model, tokenizer, written / parts[0])
         num_tensors = sum(len(tensor_dtypes(written / part)) for part in parts)
     if engine == "sglang":
@@ -173,22 +176,20 @@ def _sglang(served: str | Path, algorithm: str, steps: int, draft: Path | None =
 
 
 def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> None:
-    before, model.shared_copies = model.shared_copies, copies
+    state, before = None, model.shared_copies
+    if model.config.model_type == "longcat_flash":  # whose zero experts have no weights in official files
+        count, whole = model.config.n_routed_experts, model.state_dict().items()
+        state = {name: each[:count] if name.endswith("experts.gate_up_proj") else each for name, each in whole}
+    model.shared_copies = copies
     try:  # without code: an engine has its own
-        model.save_pretrained(folder, remote_code=None, state_dict=_engine_state(model), **options)
+        model.save_pretrained(folder, remote_code=None, state_dict=state, **options)
     finally:
         model.shared_copies = before
     _add_fields(folder / "config.json", model)
 
 
-def _drop_options_of_generate(path: Path) -> None:
-    """Remove this library's drafting options from generation_config.json: an engine has its own."""
-    if not path.is_file():
-        return
-    values = json.loads(path.read_text(encoding="utf-8"))
-    ours = {*GENERATE_KWARGS, "use_mtp", "prompt_lookup_num_tokens"}
-    others = {name: values[name] for name in values if name not in ours and "assistant" not in name}
-    replace_file(path, json.dumps(others, indent=2, sort_keys=True) + "\n")
+def _write(path: Path, fields: Fields) -> Path:
+    return replace_file(path, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> list[str]:
@@ -236,7 +237,7 @@ def _check_model(model: DeepSeekMTP, engine: str) -> None:
 
 def _add_fields(path: Path, model: DeepSeekMTP) -> None:
     """Add to a written config.json the fields that engines read under older names."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     rope = dict(config.get("rope_parameters") or {})
     theta, rope_type = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
     older = {"torch_dtype": config.get("dtype")}
@@ -245,15 +246,7 @@ def _add_fields(path: Path, model: DeepSeekMTP) -> None:
     config = _family_fields(model) | older | config
     if model.config.model_type == "mimo":
         config["model_type"] = "qwen2"
-    replace_file(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
-    """Return the tensors of LongCat, whose zero experts have no weights in official files; None: the model's own."""
-    if model.config.model_type != "longcat_flash":
-        return None
-    count, state = model.config.n_routed_experts, model.state_dict()
-    return {name: state[name][:count] if name.endswith("experts.gate_up_proj") else state[name] for name in state}
+    _write(path, config)
 
 
 def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
@@ -306,8 +299,7 @@ def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> None:
     else:
         config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
         tensors = _mimo_tensors(model)
-    text = json.dumps(config | _common_fields(model), indent=2, sort_keys=True) + "\n"
-    draft = replace_file(folder / "draft" / "config.json", text).parent
+    draft = _write(folder / "draft" / "config.json", config | _common_fields(model)).parent
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
 

@@ -56,7 +56,11 @@ class HeadProposer:
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self.draws = getattr(vllm_config.speculative_config, "draft_sample_method", "greedy") == "probabilistic"
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self.directory = _directory(vllm_config.additional_config)
+        options = vllm_config.additional_config
+        named = (options if isinstance(options, dict) else vars(options or object)).get(OPTION)
+        if not named or not Path(named, "config.json").is_file():
+            raise ValueError(f"additional_config: {OPTION!r} must be a directory that MTPHeads.save_pretrained wrote")
+        self.directory = Path(named)
         self.config = config = MTPHeadConfig.from_pretrained(self.directory)
         self.head: nn.Module | None = None
         self.parts: BackboneParts | None = None
@@ -150,13 +154,6 @@ def listen() -> None:
 
     propose_draft_token_ids.of_tokenahead = True
     runner.propose_draft_token_ids = propose_draft_token_ids
-
-
-def _directory(options: object) -> Path:
-    named = (options if isinstance(options, dict) else vars(options or object)).get(OPTION)
-    if not named or not Path(named, "config.json").is_file():
-        raise ValueError(f"additional_config: {OPTION!r} must be a directory that MTPHeads.save_pretrained wrote")
-    return Path(named)
 
 
 def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:

@@ -211,7 +211,10 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
 
     `usual` is the theta of a layout that need not say it; for others any default would be wrong somewhere.
     """
-    places = {place: _of_all_layers(raw.get(place) or {}) for place in ("rope_parameters", "rope_scaling")}
+    places = {place: raw.get(place) or {} for place in ("rope_parameters", "rope_scaling")}
+    for place, rope in places.items():  # where kinds of layers have their own, that of windows
+        nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
+        places[place] = next((each for each in nested if isinstance(each, dict)), rope)
     thetas = [rope.get("rope_theta") for rope in places.values()] + [raw.get("rope_theta"), usual]
     theta = next((each for each in thetas if each is not None), None)
     if not isinstance(theta, (int, float)) or theta <= 0:
@@ -228,12 +231,6 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
             f"{owner}: rope_type={rope['rope_type']!r} is none of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
         )
     return rope | {"rope_theta": theta}
-
-
-def _of_all_layers(rope: Fields) -> Fields:
-    """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
-    nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
-    return next((each for each in nested if isinstance(each, dict)), rope)
 
 
 def with_prefixes(name: str, renames: Iterable[tuple[str, str]]) -> str:

@@ -82,8 +82,11 @@ class OnlineBuffer:
             held, left = list[Row](), self.capacity
             for row in reversed([*self.rows, *rows]):
                 size = min(left, len(row["input_ids"]) - 1)
+                if 0 < size < len(row["input_ids"]) - 1:
+                    row = {name: each[-size - 1 :].clone() for name, each in row.items()}
+                    row["labels"][0] = IGNORE
                 if size:
-                    held.append(_end(row, size))
+                    held.append(row)
                 left -= size
             self.rows = held[::-1]
 
@@ -107,15 +110,6 @@ class OnlineBuffer:
             if column:
                 rows.setdefault(int(number), {})[column] = tensor.to(device)
         self.rows = [rows[number] for number in sorted(rows)]
-
-
-def _end(row: Row, size: int) -> Row:
-    """Return the last tokens of a sequence, of which `size` have states."""
-    if len(row["input_ids"]) == size + 1:
-        return row
-    end = {name: each[-size - 1 :].clone() for name, each in row.items()}
-    end["labels"][0] = IGNORE
-    return end
 
 
 class RecordingSession(DraftSession):

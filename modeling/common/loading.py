@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
@@ -227,6 +228,15 @@ def stored_fields(name: str | PathLike, **hub: Any) -> Fields:
         return PreTrainedConfig.get_config_dict(name, **hub)[0]
     except OSError:
         return {}
+
+
+def local_files(name: str | PathLike, hub: Fields, with_weights: bool = True) -> Path:
+    """Return the directory of a name, with files of layouts without a config.json, or of all, where the Hub has it."""
+    if Path(name).is_dir() or str(name).count("/") != 1:
+        return Path(name)
+    patterns = ["params.json", "consolidated*.pth", "config.yaml", "model@*.pt"]
+    patterns += ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"] if with_weights else []
+    return Path(snapshot_download(str(name), allow_patterns=patterns, **hub))
 
 
 def _recognises(kind: type[StrictLoadingMixin], name: str | PathLike, fields: Fields, hub: Fields) -> bool:

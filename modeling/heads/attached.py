@@ -50,7 +50,7 @@ from ...generation.trees.growth import grow
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
-from ..common.loading import stored_fields
+from ..common.loading import local_files, stored_fields
 from ..common.outputs import MTPOutput
 from .context import tables_of
 from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
@@ -62,7 +62,6 @@ from .official import (
     export_head,
     heads_from_official,
     holds_backbone,
-    local_files,
     published_layout,
 )
 from .window_distribution import PartialDistribution, WindowDistribution

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from math import prod
-from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -360,12 +358,3 @@ def published_layout(directory: Path, fields: Fields) -> HeadLayout | None:
 def holds_backbone(directory: Path, fields: Fields) -> bool:
     """Return whether a directory of heads in a published layout holds a model of transformers, too."""
     return "architectures" in fields and fields.get("model_type") != "medusa" and not any(directory.glob("*_lm_head.*"))
-
-
-def local_files(name: str | PathLike, hub: Fields, with_weights: bool = True) -> Path:
-    """Return the directory of heads, whose files of the layouts without a config.json, or all, the Hub gives."""
-    if Path(name).is_dir() or str(name).count("/") != 1:
-        return Path(name)
-    patterns = ["params.json", "consolidated*.pth", "config.yaml", "model@*.pt"]
-    patterns += ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"] if with_weights else []
-    return Path(snapshot_download(str(name), allow_patterns=patterns, **hub))

@@ -86,12 +86,12 @@ class StrictLoadingMixin:
 
     @classmethod
     def stored_with_backbone(cls, name: str | PathLike, fields: Fields) -> bool:
-        """Return whether a directory of such a drafter holds the model that it drafts for, too."""
+        """Return whether a directory of another layout holds the model that it drafts for, too."""
         return False
 
     @classmethod
-    def read_stored(cls, name: str | PathLike, dtype: Any, backbone: PreTrainedModel | None, options: Fields) -> Any:
-        """Return the drafter in a directory or repository, in any layout; see `read_drafter`."""
+    def read_other(cls, name: str | PathLike, dtype: Any, backbone: PreTrainedModel | None, options: Fields) -> Any:
+        """Return the drafter in a directory or repository of another layout; see `read_drafter`."""
         return cls.from_pretrained(name, dtype=dtype, **options)
 
     def save_pretrained(
@@ -197,8 +197,9 @@ def drafter_class(name: str | PathLike, **hub: Any) -> type[Any] | None:
 @reads_whole
 def holds_drafter_alone(name: str | PathLike, **hub: Any) -> bool:
     """Return whether there is a drafter, and not also the model that it drafts for."""
-    kind = drafter_class(name, **hub)
-    return kind is not None and not kind.stored_with_backbone(name, stored_fields(name, **hub))
+    kind, fields = drafter_class(name, **hub), stored_fields(name, **hub)
+    is_own = fields.get("model_type") in stored_kinds()
+    return kind is not None and (is_own or not kind.stored_with_backbone(name, fields))
 
 
 @reads_whole
@@ -215,9 +216,13 @@ def read_drafter(
         **options: Of `from_pretrained` or, for published heads, of `from_official`. They stand in `read_with` of the
             drafter.
     """
-    if (kind := drafter_class(name, **hub_options(options))) is None:
+    hub, dtype = hub_options(options), dtype or "auto"
+    if (kind := drafter_class(name, **hub)) is None:
         raise ValueError(f"{name}: no drafter (heads, an EAGLE head, a block drafter, a student) in a known layout")
-    drafter = kind.read_stored(name, dtype or "auto", backbone, options)
+    if stored_fields(name, **hub).get("model_type") in stored_kinds():
+        drafter = kind.from_pretrained(name, dtype=dtype, **options)
+    else:
+        drafter = kind.read_other(name, dtype, backbone, options)
     drafter.read_with = options
     return drafter
 

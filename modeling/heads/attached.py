@@ -50,7 +50,7 @@ from ...generation.trees.growth import grow
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
-from ..common.loading import local_files, stored_fields
+from ..common.loading import local_files
 from ..common.outputs import MTPOutput
 from .context import tables_of
 from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
@@ -376,13 +376,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @classmethod
     def stored_with_backbone(cls, name: str | PathLike, fields: Fields) -> bool:
-        return fields.get("model_type") != cls.config_class.model_type and holds_backbone(Path(name), fields)
+        return holds_backbone(Path(name), fields)
 
     @classmethod
-    def read_stored(cls, name: str | PathLike, dtype: Any, backbone: PreTrainedModel | None, options: Fields) -> Any:
+    def read_other(cls, name: str | PathLike, dtype: Any, backbone: PreTrainedModel | None, options: Fields) -> Any:
         hub = hub_options(options)
-        if stored_fields(name, **hub).get("model_type") == cls.config_class.model_type:
-            return super().read_stored(name, dtype, backbone, options)
         own = {key: value for key, value in options.items() if key not in hub}
         heads: Any = cls.from_official(local_files(name, hub), backbone, **own).detach()
         return heads if dtype == "auto" else heads.to(dtype)

@@ -132,7 +132,7 @@ def export(
     if engine == "sglang":
         command = _sglang(folder, "NEXTN", 1)
     elif family.retrofit:
-        draft = speculative | {"model": str(folder / "draft")}
+        draft = {"method": "mtp", "model": str(folder / "draft")} | speculative
         command = _vllm(folder / "backbone", hf_overrides=overrides(model), speculative_config=draft)
     else:
         command = _vllm(folder, speculative_config=speculative)

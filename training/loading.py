@@ -154,8 +154,8 @@ def trained_backbone(heads: str | PathLike) -> Path | None:
     directory = Path(heads)
     if not directory.is_dir() and is_hub_name(heads):
         try:
-            files = dict(allow_patterns=_OF_BACKBONE, ignore_patterns="*checkpoint*/*")
-            directory = Path(snapshot_download(str(heads), **files))
+            name, ignored = str(heads), "*checkpoint*/*"
+            directory = Path(snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns=ignored))
         except LocalEntryNotFoundError:  # neither the Hub nor an entry in the cache
             return None
     directory /= BACKBONE

@@ -94,6 +94,10 @@ def part_logits(part: DraftVocabulary, unembedding: nn.Module, states: Tensor) -
     return nn.functional.linear(states.to(rows.device), rows, bias)  # [..., U]
 
 
+def _gathered(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 def frozen(module: nn.Module, *args: object) -> Any:
     """Return `module(*args)`, through which gradients reach the arguments but no parameter.
 
@@ -126,8 +130,7 @@ def compute_device(model: PreTrainedModel) -> torch.device:
 def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
     """Return the matrix [out, in] of a linear map; of a quantised, offloaded or adapted one as `like`, [out, in]."""
     if type(linear) is nn.Linear and not linear.weight.is_meta:
-        weight = linear.weight.detach()
-        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return _gathered(linear.weight.detach())
     unit = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)  # [in, in]
     return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T  # without the bias
 
@@ -145,7 +148,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         with weights_fetched(other):
             stored = dict(other.named_parameters(recurse=False))
             for part, weight in own.named_parameters(recurse=False):
-                weight.copy_(stored[part].full_tensor() if isinstance(stored[part], DTensor) else stored[part])
+                weight.copy_(_gathered(stored[part]))
 
 
 _MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING | {

@@ -110,7 +110,7 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
-    if (reason := getattr(model, "not_served", "it drafts nothing: its own save_pretrained writes it")) is not None:
+    if (reason := getattr(model, "not_served", "no engine drafts with it; save_pretrained writes it")) is not None:
         raise TypeError(f"export takes no {type(model).__name__}: {reason}")
     folder = Path(folder)
     if model.is_apart:
@@ -218,17 +218,15 @@ def _check_model(model: DeepSeekMTP, engine: str) -> None:
     if not is_retrofit:
         return
     config: Any = model.config
-    layout, size = LAYOUTS[config.model_type], _head_dim(config)
+    layout, kind, size = LAYOUTS[config.model_type], model.mtp[0].kind, _head_dim(config)
+    window = getattr(config, "sliding_window", None)
     biases = {name for name, _ in model.mtp[0].block.named_parameters() if name.endswith("bias")}
     biases -= {f"self_attn.{name}.bias" for name in _BIASED if layout == "mimo"}
     is_other = layout == "mimo" and size * config.num_attention_heads != config.hidden_size
     refuse(
         [
             (config.hidden_act != "silu", f"hidden_act={config.hidden_act!r}: vLLM's layouts have 'silu'"),
-            (
-                model.mtp[0].kind == "sliding_attention",
-                f"sliding_window={getattr(config, 'sliding_window', 0)}: vLLM's layouts attend to everything",
-            ),
+            (kind == "sliding_attention", f"sliding_window={window}: vLLM's layouts attend to everything"),
             (biases, f"{min(biases, default='')}: vLLM's {layout} layout has no such bias"),
             (is_other, f"head_dim={size}: MiMo's layout has hidden_size / num_attention_heads"),
         ]

@@ -18,8 +18,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 from transformers.utils import logging
 
 from ..generation.drafter import BaseDrafter, DrafterFacts
+from ..modeling.common.loading import holds_drafter_alone, read_drafter
 from ..modeling.common.remote_code import CODE_DIRECTORY, REQUIREMENT, check_choice
-from ..modeling.common.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
 from ..training.loading import load_backbone
 from ..training.requests import CardRequest
@@ -64,19 +64,15 @@ def render_card(
         remote_code: The code that travels with the model, as for `push_to_hub`.
         compared: Results of other methods, for a table of comparison; none of their figures is the model's.
         hyperparameters: Names and values of the training run.
-        training_data: Its training data, as Markdown, like the three that follow.
+        training_data: As Markdown, like the three that follow.
         training_description: How the model was trained.
         training_results: The log of the training run.
         out_of_scope: Uses to avoid, before those that hold for every such model.
         **metadata: Fields of `ModelCardData`: `license`, `language`, `base_model`, `model_name` (the title), ...
 
-    Returns:
-        The card; `str(card)` is the text of README.md.
-
     Raises:
-        TypeError: The model has no multi-token head.
-        ValueError: A path of this machine would be shown; a `repo_id`, `base_model` or `picture` that is neither a
-            name on the Hub nor a path; an unknown `remote_code`.
+        TypeError: The model does not draft.
+        ValueError: A path of this machine would be shown, or an argument is neither a name on the Hub nor a path.
 
     Example:
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
@@ -105,9 +101,8 @@ def render_card(
         "eval_results": _eval_results(results) if results else None,
     } | {name: value for name, value in metadata.items() if value is not None}
     fields["tags"] = [*_TAGS, config.model_type, *(metadata.get("tags") or ())]
-    data = ModelCardData(**fields)
-    text = _template().render(
-        data=data,
+    text = _ENVIRONMENT.get_template("model_card.md.jinja").render(
+        data=ModelCardData(**fields),
         kind=kind,
         config=config,
         facts=facts,
@@ -130,20 +125,6 @@ def render_card(
     card = ModelCard(text)
     card.text += _mark(str(card))
     return card
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # this is Markdown, not HTML
-    )
-    environment.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
-    return environment.get_template("model_card.md.jinja")
 
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, PreTrainedConfig, DrafterFacts]:
@@ -212,6 +193,18 @@ def _fenced(value: str, language: str = "") -> _Block:
     """Return a block of code, whose fence is longer than any within."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", value)), default=0))
     return _Block(f"{fence}{language}\n{value}\n{fence}")
+
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_TEMPLATES),
+    undefined=jinja2.StrictUndefined,
+    finalize=_shown,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # this is Markdown, not HTML
+)
+_ENVIRONMENT.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
 
 
 def _citations(papers: tuple[str, ...]) -> str:

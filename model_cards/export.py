@@ -11,20 +11,20 @@ import json
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..configuration.fields import refuse
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import GENERATE_KWARGS
-from ..generation.drafter import BaseDrafter
 from ..generation.tensors.saving import whole_directory
-from ..generation.tensors.tensor_files import Fields, tensor_dtypes
+from ..generation.tensors.tensor_files import Fields, read_json, tensor_dtypes
 from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.modules import has_towers
@@ -83,29 +83,24 @@ def export(
     copies: bool | None = None,
     **options: Any,
 ) -> ExportReport:
-    """Write a model for an engine.
+    """Write a model for an engine, and return the command that serves it, checks, and warnings.
 
-    A retrofitted backbone becomes two directories for vLLM, `backbone` and `draft`. Heads that stand apart are written
-    alone: independent and Medusa heads in vLLM's Medusa layout, circuits as they are (`HeadProposer` drafts with them
-    there), EAGLE heads in the engine's.
+    A retrofitted backbone becomes two directories for vLLM, `backbone` and `draft`. Drafters that stand apart are
+    written alone (`export_to`): circuits as they are, and `HeadProposer` drafts with them there.
 
     Args:
         model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
-        tokenizer: Saved with the model; with a tower for images, the processor. None: the one in the directory or
-            cached repository that the model was loaded from. Drafters that stand apart take none.
+        tokenizer: Saved with a model; with a tower for images, the processor. None: the one in the directory or
+            cached repository that the model was loaded from.
         copies: Whether modules repeat embeddings and head, which vLLM 0.32 shares in any case. None: as official files
             do.
         options: Further ones of a model's `save_pretrained`, for example `max_shard_size`.
 
-    Returns:
-        The command that serves the directory, checks, and warnings.
-
     Raises:
         TypeError: Another kind of model.
-        ValueError: An unknown engine, a family that it cannot serve, a model without modules, or more modules than it
-            loads.
+        ValueError: An engine that is not known, or does not load these modules.
 
     Example:
         >>> print(export(model, "served", engine="vllm", tokenizer=tokenizer))
@@ -115,31 +110,29 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
-    reason, kind = getattr(model, "not_served", BaseDrafter.not_served), type(model)
-    if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseDrafter):
-        reason = "a plain model is written by its own save_pretrained"
-    if reason is not None:
+    if (reason := getattr(model, "not_served", "no engine drafts with it; save_pretrained writes it")) is not None:
         raise TypeError(f"export takes no {type(model).__name__}: {reason}")
     folder = Path(folder)
     if model.is_apart:
         return _export_drafter(model, folder, engine)
-    family = family_of(model.config)
     _check_model(model, engine)
-    warnings = [_ON_CPUS] if engine == "vllm" else []
+    family, speculative = family_of(model.config), {"method": "mtp", "num_speculative_tokens": model.num_modules}
+    parts = ("backbone", "draft") if family.retrofit else ("",)
     with whole_directory(folder, replaced=() if family.retrofit else [DRAFT_VOCABULARY]) as written:
-        main = written / "backbone" if family.retrofit else written
         if family.retrofit:
             save_retrofit(model, written, **options)
         else:
             _save(model, written, bool(family.copies) if copies is None else copies, **options)
-        _drop_options_of_generate(main / "generation_config.json")
-        warnings += _save_tokenizer(model, tokenizer, main)
-        num_tensors = sum(len(tensor_dtypes(each)) for each in {main, written / "draft"} if each.is_dir())
-    speculative = {"method": "mtp", "num_speculative_tokens": model.num_modules}
+        if (own := written / parts[0] / "generation_config.json").is_file():  # an engine has options of its own
+            ours = {*GENERATE_KWARGS, "use_mtp", "prompt_lookup_num_tokens"}
+            fields = {name: value for name, value in read_json(own).items() if name not in ours}
+            _write(own, {name: value for name, value in fields.items() if "assistant" not in name})
+        warnings = [_ON_CPUS] * (engine == "vllm") + _save_tokenizer(model, tokenizer, written / parts[0])
+        num_tensors = sum(len(tensor_dtypes(written / part)) for part in parts)
     if engine == "sglang":
         command = _sglang(folder, "NEXTN", 1)
     elif family.retrofit:
-        draft = {"method": "mtp", "model": str(folder / "draft"), "num_speculative_tokens": 1}
+        draft = {"method": "mtp", "model": str(folder / "draft")} | speculative
         command = _vllm(folder / "backbone", hf_overrides=overrides(model), speculative_config=draft)
     else:
         command = _vllm(folder, speculative_config=speculative)
@@ -171,10 +164,8 @@ def _export_drafter(drafter: Any, folder: Path, engine: str) -> ExportReport:
 
 
 def _vllm(served: str | Path, **options: Fields) -> str:
-    words = ["vllm", "serve", str(served)]
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", json.dumps(value)]
-    return shlex.join(words)
+    pairs = ((f"--{name.replace('_', '-')}", json.dumps(value)) for name, value in options.items())
+    return shlex.join(["vllm", "serve", str(served), *chain(*pairs)])
 
 
 def _sglang(served: str | Path, algorithm: str, steps: int, draft: Path | None = None) -> str:
@@ -185,24 +176,20 @@ def _sglang(served: str | Path, algorithm: str, steps: int, draft: Path | None =
 
 
 def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> None:
-    before = model.shared_copies
+    state, before = None, model.shared_copies
+    if model.config.model_type == "longcat_flash":  # whose zero experts have no weights in official files
+        count, whole = model.config.n_routed_experts, model.state_dict().items()
+        state = {name: each[:count] if name.endswith("experts.gate_up_proj") else each for name, each in whole}
     model.shared_copies = copies
-    try:
-        # an engine has its own code
-        model.save_pretrained(folder, remote_code=None, state_dict=_engine_state(model), **options)
-        _add_fields(folder / "config.json", model)
+    try:  # without code: an engine has its own
+        model.save_pretrained(folder, remote_code=None, state_dict=state, **options)
     finally:
         model.shared_copies = before
+    _add_fields(folder / "config.json", model)
 
 
-def _drop_options_of_generate(path: Path) -> None:
-    """Remove this library's drafting options from generation_config.json: an engine has its own."""
-    if not path.is_file():
-        return
-    values = json.loads(path.read_text(encoding="utf-8"))
-    ours = {*GENERATE_KWARGS, "use_mtp", "prompt_lookup_num_tokens"}
-    others = {name: values[name] for name in values if name not in ours and "assistant" not in name}
-    replace_file(path, json.dumps(others, indent=2, sort_keys=True) + "\n")
+def _write(path: Path, fields: Fields) -> Path:
+    return replace_file(path, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> list[str]:
@@ -212,10 +199,10 @@ def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | Non
         with suppress(OSError, ValueError, ImportError):  # no files of one, or unknown ones
             reader = AutoProcessor if has_towers(model.config) else AutoTokenizer
             tokenizer = reader.from_pretrained(name, local_files_only=True)
-    if tokenizer is None:
-        return [f"no tokenizer in {name or 'a directory'}: an engine does not load such a model; pass tokenizer="]
-    tokenizer.save_pretrained(folder)
-    return []
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        return []
+    return [f"no tokenizer in {name or 'a directory'}: an engine does not load such a model; pass tokenizer="]
 
 
 def _check_model(model: DeepSeekMTP, engine: str) -> None:
@@ -248,7 +235,7 @@ def _check_model(model: DeepSeekMTP, engine: str) -> None:
 
 def _add_fields(path: Path, model: DeepSeekMTP) -> None:
     """Add to a written config.json the fields that engines read under older names."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     rope = dict(config.get("rope_parameters") or {})
     theta, rope_type = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
     older = {"torch_dtype": config.get("dtype")}
@@ -257,16 +244,7 @@ def _add_fields(path: Path, model: DeepSeekMTP) -> None:
     config = _family_fields(model) | older | config
     if model.config.model_type == "mimo":
         config["model_type"] = "qwen2"
-    replace_file(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
-    """Return the tensors of LongCat, whose zero experts have no weights in official files; None: the model's own."""
-    if model.config.model_type != "longcat_flash":
-        return None
-    count = model.config.n_routed_experts
-    state = model.state_dict()
-    return {name: state[name][:count] if name.endswith("experts.gate_up_proj") else state[name] for name in state}
+    _write(path, config)
 
 
 def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
@@ -319,8 +297,7 @@ def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> None:
     else:
         config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
         tensors = _mimo_tensors(model)
-    text = json.dumps(config | _common_fields(model), indent=2, sort_keys=True) + "\n"
-    draft = replace_file(folder / "draft" / "config.json", text).parent
+    draft = _write(folder / "draft" / "config.json", config | _common_fields(model)).parent
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
 

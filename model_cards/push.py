@@ -64,26 +64,19 @@ def push_to_hub(
     Weight files of an earlier push that this one does not replace (other shards) are deleted; nothing else is.
 
     Args:
-        model: The model; saved with its `save_pretrained`.
-        tokenizer: The tokenizer; None if there is none (heads apart from a backbone).
-        card: The card, whose metadata the Hub checks first; None keeps the one that is there, or makes one.
+        model: Saved with its `save_pretrained`.
+        tokenizer: None: there is none (heads apart from a backbone).
+        card: Its metadata is checked by the Hub first; None keeps the card that is there, or makes one.
         repo_id: `"user/name"`; created if it does not exist.
         files: Further files for the top directory: the figure that the card shows, the measured results.
         remote_code: The code that travels with it; `"auto"`: a bundle with models, none with drafters.
-        overwrite: Push also where the repository holds another model.
-        private: Whether a new repository is private.
-        token: Access token; None takes the one of this machine (`hf auth login`).
+        overwrite: Push also where the repository holds another model, which is a ValueError otherwise.
+        private: Whether a new repository is private; True is a ValueError where it exists and is public.
+        token: None: the one of this machine (`hf auth login`).
         revision: Branch to push to; made if it is not there.
         tags: Further tags of the card that is kept or made.
         max_shard_size: As for `save_pretrained`.
         **options: `commit_message`, `commit_description` and `create_pr`, as for `HfApi.upload_folder`.
-
-    Returns:
-        The commit; its `repo_url` is the address of the repository.
-
-    Raises:
-        ValueError: Malformed metadata, `files` that clash with what is saved, `private=True` where the repository is
-            public, or one that holds another model.
 
     Example:
         >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", picture="acceptance.png")

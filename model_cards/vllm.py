@@ -42,12 +42,7 @@ class HeadProposer:
 
     Args:
         vllm_config: vLLM's configuration; `additional_config["tokenahead_heads"]` is a directory that
-            `MTPHeads.save_pretrained` wrote.
-
-    Raises:
-        ValueError: No such directory, heads that read more than the last hidden state, heads for another backbone, or
-            more drafted tokens than their window covers.
-        RuntimeError: A version of vLLM without what is needed here.
+            `MTPHeads.save_pretrained` wrote, of heads for this backbone that read its last hidden state alone.
 
     Example:
         >>> from vllm import LLM
@@ -59,10 +54,13 @@ class HeadProposer:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
-        method = getattr(vllm_config.speculative_config, "draft_sample_method", "greedy")
-        self.draws = method == "probabilistic"
+        self.draws = getattr(vllm_config.speculative_config, "draft_sample_method", "greedy") == "probabilistic"
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self.directory = _directory(vllm_config.additional_config)
+        options = vllm_config.additional_config
+        named = (options if isinstance(options, dict) else vars(options or object)).get(OPTION)
+        if not named or not Path(named, "config.json").is_file():
+            raise ValueError(f"additional_config: {OPTION!r} must be a directory that MTPHeads.save_pretrained wrote")
+        self.directory = Path(named)
         self.config = config = MTPHeadConfig.from_pretrained(self.directory)
         self.head: nn.Module | None = None
         self.parts: BackboneParts | None = None
@@ -86,18 +84,14 @@ class HeadProposer:
         tensors = read_tensors(sorted(self.directory.glob("*.safetensors")), "head.")
         result = head.load_state_dict(tensors, strict=False)
         refuse_unknown(self.directory, [*result.missing_keys, *result.unexpected_keys])
-        dtype = self.vllm_config.model_config.dtype
-        self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
+        self.head = head.to(weight.device, self.vllm_config.model_config.dtype).requires_grad_(False).eval()
         target: Any = target_model
         self.parts = BackboneParts(target)
         self.parts.unembed = functools.partial(_unembed, target)  # which gathers shards and scales
         repair_sampler(weight.device)
 
     def take(self, states: torch.Tensor, metadata: Any, sampling: Any) -> None:
-        """Record the runner's `SpecDecodeMetadata`, `SamplingMetadata` and states for the next `propose`.
-
-        `states` [R, d] are those whose logits were computed: m + 1 of a request that had m drafts.
-        """
+        """Record, for the next `propose`, the runner's `SpecDecodeMetadata`, `SamplingMetadata` and states [R, d]."""
         counts = [] if metadata is None else list(metadata.num_draft_tokens)
         self._step = states, counts, None if sampling.all_greedy else sampling.temperature
 
@@ -118,8 +112,9 @@ class HeadProposer:
         if step is None:
             raise RuntimeError("vLLM requested drafts without its model runner's arguments; see `listen`")
         live = [index for index, tokens in enumerate(sampled_token_ids) if tokens]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not live:
-            return [[] for _ in sampled_token_ids]
+            return drafts
         states, counts, temperature = step
         states = states[torch.tensor(_rows(sampled_token_ids, counts), device=states.device)]
         last = torch.tensor([sampled_token_ids[index][-1] for index in live], device=states.device)
@@ -130,7 +125,6 @@ class HeadProposer:
             self._probs[live] = probs
         else:
             tokens = distribution.greedy(self.num_tokens)
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for index, draft in zip(live, tokens.tolist()):
             drafts[index] = draft[: max(self.max_length - int(num_tokens_no_spec[index]), 0)]
         return drafts
@@ -162,19 +156,8 @@ def listen() -> None:
     runner.propose_draft_token_ids = propose_draft_token_ids
 
 
-def _directory(options: object) -> Path:
-    options = options if isinstance(options, dict) else vars(options or object)
-    directory = Path(options.get(OPTION, ""))
-    if not options.get(OPTION) or not (directory / "config.json").is_file():
-        raise ValueError(f"additional_config: {OPTION!r} must be a directory that MTPHeads.save_pretrained wrote")
-    return directory
-
-
 def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
-    """Return the row of each request's state just before its newest token; requests without a token have none.
-
-    A request with m drafts has m + 1 rows; where r drafts were rejected, the state is r rows before its last.
-    """
+    """Return the row of each request's state just before its newest token, of m + 1 rows of one with m drafts."""
     rows, offset = [], 0
     for index, tokens in enumerate(sampled):
         if tokens:
@@ -213,8 +196,7 @@ def register() -> None:
     """
     is_cpu = importlib.import_module(_PLATFORMS).current_platform.is_cpu()
     sampler = importlib.import_module(_SAMPLER) if is_cpu else None
-    original = getattr(sampler, _EXPAND, None)
-    if original is None:  # another platform, or a version that does it otherwise
+    if (original := getattr(sampler, _EXPAND, None)) is None:  # another platform, or a version that does it otherwise
         return
 
     def first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -229,12 +211,11 @@ def register() -> None:
 def repair_sampler(device: torch.device) -> None:
     """Replace the wrong functions of vLLM's rejection sampler on CPUs, with a warning.
 
-    In 0.32 the kernel that expands values of requests writes into a copy: the sampler reads uninitialised memory for
-    temperatures, `top_k` and `top_p`. And in a step without drafts, `top_k` takes the maximum of an empty tensor.
+    In 0.32 the kernel that expands values of requests writes into a copy, so that temperatures, `top_k` and `top_p` are
+    uninitialised memory; and in a step without drafts, `top_k` takes the maximum of an empty tensor.
     """
     sampler = importlib.import_module(_SAMPLER)
-    original = getattr(sampler, _EXPAND, None)
-    if original is None:  # another version, which does it otherwise
+    if (original := getattr(sampler, _EXPAND, None)) is None:  # another version, which does it otherwise
         return
     ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
     values = torch.rand(2, device=device)  # drawn: freed memory may hold the values of an earlier trial

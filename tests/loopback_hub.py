@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml  # comes with huggingface_hub; nothing else here is outside the standard library
@@ -52,25 +51,16 @@ class Blob:
     lfs: bool
 
     @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
-
-    @property
-    def git_oid(self) -> str:
-        """The name that git gives to the content; for LFS files the Hub names a pointer, here the content will do."""
-        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
-
-    @property
     def etag(self) -> str:
-        """What a client compares its own copy with."""
-        return self.sha256 if self.lfs else self.git_oid
+        """What a client compares its own copy with: the hash of an LFS file, or git's name of the content."""
+        if self.lfs:
+            return hashlib.sha256(self.data).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
 
     def entry(self, path: str) -> dict:
         """The file as an entry of a tree."""
-        entry = {"type": "file", "path": path, "size": len(self.data), "oid": self.git_oid}
-        if self.lfs:
-            entry["lfs"] = {"oid": self.sha256, "size": len(self.data), "pointerSize": 128}
-        return entry
+        entry = {"type": "file", "path": path, "size": len(self.data), "oid": self.etag}
+        return entry | ({"lfs": {"oid": self.etag, "size": len(self.data), "pointerSize": 128}} if self.lfs else {})
 
 
 @dataclass(frozen=True)
@@ -107,10 +97,8 @@ class Repository:
 
     def at(self, revision: str) -> Commit:
         """The commit that `main` or a commit id names."""
-        if revision in ("main", "HEAD"):
-            return self.commits[-1]
-        for commit in self.commits:
-            if commit.oid == revision:
+        for commit in reversed(self.commits):
+            if revision in ("main", "HEAD", commit.oid):
                 return commit
         raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
@@ -151,58 +139,50 @@ class LoopbackHub:
         """The address that stands for https://huggingface.co."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def run(self, client: Path, folder: Path, *arguments: str, home: str = "home", **environment: Any) -> str:
-        """Runs a script in a separate process, with a directory as its first argument and working directory.
+    def run(
+        self,
+        client: Path,
+        folder: Path,
+        *arguments: str,
+        home: str = "home",
+        token: str | None = TOKEN,
+        xet: bool = False,
+    ) -> str:
+        """Runs a script in a process of its own, that works in `folder`, its first argument; returns its stderr.
 
-        Args:
-            client: The script.
-            folder: Where it works.
-            *arguments: Further ones.
-            home: Directory there for its cache of the Hub.
-            **environment: Of `environment`.
-
-        Returns:
-            What it wrote to stderr.
+        It knows this Hub, a cache in the directory `home` there, no proxy and no other Hub settings.
         """
-        variables = self.environment(folder / home, **environment) | {"PYTHONPATH": str(ROOT)}
+        unwanted = re.compile(r"(?i)HF_|HUGGING|TRANSFORMERS_|.*_proxy$")
+        variables = {key: value for key, value in os.environ.items() if not unwanted.match(key)} | {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(folder / home),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "0" if xet else "1",
+            "NO_PROXY": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        variables |= {"HF_TOKEN": token} if token else {}
         command = [sys.executable, str(client), str(folder), *arguments]
         done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stderr
 
-    def environment(self, home: Path, token: str | None = TOKEN, xet: bool = False) -> dict[str, str]:
-        """The environment of a client: this Hub, a fresh cache under `home`, no proxy and no other Hub settings."""
-        kept = {
-            key: value
-            for key, value in os.environ.items()
-            if not re.match(r"(?i)HF_|HUGGING|TRANSFORMERS_|.*_proxy$", key)
-        }
-        settings = {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_XET": "0" if xet else "1",
-            "NO_PROXY": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-        return kept | settings | ({"HF_TOKEN": token} if token else {})
 
-
-_ROUTES: list[tuple[str, re.Pattern[str], str]] = [
-    (method, re.compile(pattern), action)
-    for method, pattern, action in [
-        ("GET", r"/api/whoami-v2", "whoami"),
-        ("POST", r"/api/repos/create", "create"),
-        ("POST", r"/api/validate-yaml", "validate"),
-        ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
-        ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
-        ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", "lfs_put"),
-        ("POST", rf"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
-        ("GET", rf"/api/models/{REPO}(/revision/(?P<revision>[^/]+))?", "info"),
-        ("GET", rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "tree"),
-        ("GET", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
-    ]
-]
+_ROUTES = (
+    ("GET", r"/api/whoami-v2", "whoami"),
+    ("POST", r"/api/repos/create", "create"),
+    ("POST", r"/api/validate-yaml", "validate"),
+    ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
+    ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
+    ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", "lfs_put"),
+    ("POST", rf"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
+    ("GET", rf"/api/models/{REPO}(/revision/(?P<revision>[^/]+))?", "info"),
+    ("GET", rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "tree"),
+    ("GET", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+)
+_OF_USERS = ("whoami", "create", "preupload", "lfs_batch", "commit")
+"""Actions that need a token."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -242,18 +222,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _user(self) -> str | None:
         header = self.headers.get("Authorization")
-        if header is None:
-            return None
-        if header != f"Bearer {TOKEN}":
+        if header not in (None, f"Bearer {TOKEN}"):
             raise Refusal(401, "Invalid credentials in Authorization header")
-        return USER
+        return header and USER
 
     def _route(self, body: bytes) -> object:
         method = "GET" if self.command == "HEAD" else self.command
         path = self.path.replace("/api/datasets/", "/api/models/datasets/")
         for wanted, pattern, action in _ROUTES:
-            match = pattern.fullmatch(path)
-            if wanted == method and match:
+            if wanted == method and (match := re.fullmatch(pattern, path)):
+                if action in _OF_USERS and self.user is None:
+                    raise Refusal(401, "Invalid username or password.")
                 groups = {key: unquote(value) for key, value in match.groupdict().items() if value is not None}
                 return getattr(self, f"on_{action}")(body, **groups)
         self.hub.unknown.append(f"{self.command} {self.path}")
@@ -281,10 +260,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _need_user(self) -> None:
-        if self.user is None:
-            raise Refusal(401, "Invalid username or password.")
-
     def _repository(self, name: str) -> Repository:
         """The repository `name`, if it exists and this user may see it."""
         found = self.hub.repositories.get(name)
@@ -293,11 +268,9 @@ class _Handler(BaseHTTPRequestHandler):
         return found
 
     def on_whoami(self, body: bytes) -> dict:
-        self._need_user()
         return {"type": "user", "name": self.user, "orgs": [], "auth": {"accessToken": {"role": "write"}}}
 
     def on_create(self, body: bytes) -> dict:
-        self._need_user()
         wanted = json.loads(body)
         name = f"{wanted.get('organization') or self.user}/{wanted['name']}"
         if not name.startswith(f"{self.user}/"):
@@ -314,25 +287,20 @@ class _Handler(BaseHTTPRequestHandler):
         return {"errors": [], "warnings": []}
 
     def on_preupload(self, body: bytes, repo: str, revision: str) -> dict:
-        self._need_user()
-        files = self._repository(repo).at(revision).files
-        return {"files": [self._upload_mode(file["path"], files) for file in json.loads(body)["files"]]}
-
-    def _upload_mode(self, path: str, files: dict[str, Blob]) -> dict:
-        mode = self.hub.upload_mode if path.endswith(LARGE) else "regular"
-        oid = files[path].etag if path in files else None
-        return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+        files, answers = self._repository(repo).at(revision).files, []
+        for path in (file["path"] for file in json.loads(body)["files"]):
+            mode = self.hub.upload_mode if path.endswith(LARGE) else "regular"
+            oid = files[path].etag if path in files else None
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return {"files": answers}
 
     def on_lfs_batch(self, body: bytes, repo: str) -> dict:
-        self._need_user()
         self._repository(repo)
-        return {"transfer": "basic", "objects": [self._lfs_action(wanted) for wanted in json.loads(body)["objects"]]}
-
-    def _lfs_action(self, wanted: dict) -> dict:
-        answer = {"oid": wanted["oid"], "size": wanted["size"]}
-        if wanted["oid"] not in self.hub.lfs_objects:
-            answer["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}
-        return answer
+        answers = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in json.loads(body)["objects"]]
+        for answer in answers:
+            if answer["oid"] not in self.hub.lfs_objects:
+                answer["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{answer['oid']}"}}
+        return {"transfer": "basic", "objects": answers}
 
     def on_lfs_put(self, body: bytes, oid: str) -> str:
         if hashlib.sha256(body).hexdigest() != oid:
@@ -341,7 +309,6 @@ class _Handler(BaseHTTPRequestHandler):
         return ""
 
     def on_commit(self, body: bytes, repo: str, revision: str) -> dict:
-        self._need_user()
         repository = self._repository(repo)
         files, message = dict(repository.at(revision).files), ""
         for line in map(json.loads, body.splitlines()):
@@ -389,12 +356,7 @@ class _Handler(BaseHTTPRequestHandler):
 def check_card(content: str) -> None:
     """Refuses a README.md whose metadata is not what the Hub's schema asks for (the part that cards here use)."""
     block = re.match(r"---\r?\n(.*?)\r?\n---", content, re.DOTALL)
-    try:
-        data = yaml.safe_load(block[1]) if block else {}
-    except yaml.YAMLError as error:
-        raise Refusal(400, f"Invalid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise Refusal(400, "The metadata must be an object")
+    data = yaml.safe_load(block[1]) if block else {}
     kinds = {"license": str, "library_name": str, "pipeline_tag": str, "tags": list, "model-index": list}
     wrong = [key for key, kind in kinds.items() if key in data and not isinstance(data[key], kind)]
     if wrong:

@@ -47,7 +47,7 @@ from .modeling import (
     PTPForCausalLM,
     PTPStudent,
 )
-from .modeling.common.remote_code import hand_in
+from .modeling.common.remote_code import HANDED
 from .modeling.deepseek.conversion import MiMoForCausalLM
 
 warn_of_newer_version()
@@ -69,7 +69,7 @@ AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, tokenizer_class=EvaByteTokenizer)
 
-hand_in(**{name: partial(import_module, f".model_cards.{name}", __name__) for name in ("bundle", "card", "push")})
+HANDED.update({name: partial(import_module, f".model_cards.{name}", __name__) for name in ("bundle", "card", "push")})
 
 __all__ = [
     "AssistantDrafter",

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..modeling.common.recording import STATES, SUMMARIES, collate
+from ..modeling.common.online import STATES, SUMMARIES, collate
 from ..modeling.heads.losses import IGNORE
 from .columns import PER_TOKEN, RowReader
 

@@ -25,7 +25,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from ..configuration import MTPHeadConfig
 from ..generation.tensors.saving import files_of, finish
 from ..modeling.common.foreign import ForeignLayoutsMixin
-from ..modeling.common.stored_drafters import drafter_class
+from ..modeling.common.loading import drafter_class
 from .parts import of_first
 from .utils import replace_file
 

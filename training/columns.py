@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..generation.backbone.wrapped_models import Kwargs
-from ..modeling.common.recording import STATES, SUMMARIES
+from ..modeling.common.online import STATES, SUMMARIES
 from ..modeling.heads.losses import IGNORE
 from .utils import needs_extra
 

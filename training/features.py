@@ -35,7 +35,7 @@ from ..configuration.fields import field
 from ..generation.contract import requested_states
 from ..modeling import BlockDrafter, EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts, compute_device
-from ..modeling.common.recording import STATES, SUMMARIES, collate
+from ..modeling.common.online import STATES, SUMMARIES, collate
 from ..modeling.common.teacher import logit_summaries
 from .batches import batches_by_tokens
 from .columns import RowReader

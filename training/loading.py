@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, is_offline_mode, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import is_offline_mode, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +25,7 @@ from ..generation.drafter import DRAFTERS
 from ..generation.tensors.saving import finish, reads_whole
 from ..generation.tensors.tensor_files import check_index, hub_options
 from ..modeling import DeepSeekMTP
-from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
+from ..modeling.common.loading import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
 
@@ -51,7 +50,7 @@ def load_backbone(
 ) -> PreTrainedModel:
     """Return a causal language model, if asked for with the modules of its checkpoint; no drafter without a backbone.
 
-    Messages name it by `option`, and a drafter by `of_drafters`; `options` are those of `from_pretrained`.
+    Messages name it by `option`, and a drafter by `of_drafters`.
     """
     hub = hub_options(options)
     if _may_exist(source) and holds_drafter_alone(source, **hub):
@@ -134,10 +133,7 @@ def base_of(adapters: str | PathLike) -> str:
 
 
 def put_adapters(model: PreTrainedModel, directory: str | PathLike) -> None:
-    """Load adapters (with `modules_to_save`) into a model, whose class and drafter do not change; they can be trained.
-
-    Those of another model, of which peft would load the tensors that happen to fit, are refused.
-    """
+    """Load adapters, which can be trained, into a model; refuse those of which only some tensors happen to fit."""
     is_training = model.training
     try:
         result = model.load_adapter(str(directory), is_trainable=True)
@@ -153,18 +149,17 @@ def put_adapters(model: PreTrainedModel, directory: str | PathLike) -> None:
 def trained_backbone(heads: str | PathLike) -> Path | None:
     """Return the directory of the backbone that was trained with heads, or of its adapters; None: it was frozen.
 
-    Files of heads on the Hub are downloaded, if one of two small files exists.
+    Of heads on the Hub it is downloaded, with small files of theirs.
     """
-    directory = Path(heads) / BACKBONE
-    if Path(heads).is_dir() or not is_hub_name(heads):
-        return directory if has_adapters(directory) or holds_model(directory) else None
-    name = str(heads)
-    for file in (_ADAPTERS, _CONFIG):
-        with suppress(EntryNotFoundError):  # also without the Hub and an entry in the cache
-            hf_hub_download(name, f"{BACKBONE}/{file}")
-            whole = snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns="*checkpoint*/*")
-            return Path(whole) / BACKBONE
-    return None
+    directory = Path(heads)
+    if not directory.is_dir() and is_hub_name(heads):
+        try:
+            name, ignored = str(heads), "*checkpoint*/*"
+            directory = Path(snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns=ignored))
+        except LocalEntryNotFoundError:  # neither the Hub nor an entry in the cache
+            return None
+    directory /= BACKBONE
+    return directory if has_adapters(directory) or holds_model(directory) else None
 
 
 def is_hub_name(name: str | PathLike) -> bool:

@@ -19,7 +19,7 @@ from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
-from ..modeling.common.remote_code import add_code, code_when_pushed, handed
+from ..modeling.common.remote_code import HANDED, add_code, code_when_pushed
 from ..modeling.heads.joint import JointMTPModel
 from .utils import visible, without_directories
 
@@ -60,7 +60,7 @@ class TrainerPushMixin(Trainer):
         """
         if not self.is_world_process_zero():
             return
-        cards, model = handed("card"), self.accelerator.unwrap_model(self.model)
+        cards, model = HANDED["card"](), self.accelerator.unwrap_model(self.model)
         model = model.heads if isinstance(model, JointMTPModel) else model
         names = [without_directories(name) for name in _listed(dataset or dataset_name)]
         ids = [name for name in (*_listed(dataset_tags), *names) if "/" in name and cards.hub_id(name)]
@@ -159,7 +159,7 @@ class TrainerPushMixin(Trainer):
 
         `besides` are further patterns; `whole` is the name under which all that resuming needs is uploaded, too.
         """
-        push, model, tokenizer = handed("push"), self.accelerator.unwrap_model(self.model), self.processing_class
+        push, model, tokenizer = HANDED["push"](), self.accelerator.unwrap_model(self.model), self.processing_class
         output = Path(str(self.args.output_dir))
         copy = TemporaryDirectory(dir=output, prefix=".pushing-")  # on its disk, a copy costs nothing
         folder, card = Path(copy.name), output / "README.md"

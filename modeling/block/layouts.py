@@ -33,7 +33,7 @@ from ...configuration.foreign_fields import (
 from ...configuration.mtp_families import refuse_dspark
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
-from ..common.drafter_configs import (
+from ..common.foreign import (
     architectures,
     check_columns,
     rope_of,

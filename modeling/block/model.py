@@ -25,12 +25,11 @@ from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import Fields, naming, optional_file, read_tensors, weight_files
 from ..common.backbone_parts import BackboneParts, output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
-from ..common.drafter_configs import new_config
-from ..common.foreign import ForeignLayoutsMixin, Stored
+from ..common.foreign import ForeignLayoutsMixin, Stored, new_config
 from ..common.learning import States, run_backbone
 from ..common.outputs import BlockOutput, DraftDistributions
 from ..heads.losses import IGNORE, check_targets, unshifted
-from .layouts import OVERRIDES, check_overrides, checked_layout, default_ids, foreign_drafter, written
+from .layouts import OVERRIDES, check_overrides, checked_layout, default_ids, foreign_drafter, layout_of, written
 from .losses import BlockBatch, block_loss, block_rows, method_of, place_weights
 from .network import Block, BlockNetwork, BlockSession
 
@@ -204,6 +203,10 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         """
         fields: Fields = dict(zip(OVERRIDES, (feature_layers, sample_from_anchor, block_size)))
         return cls.load_stored(pretrained_model_name_or_path, fields, kwargs | {"ignore_fields": ignore_fields})
+
+    @classmethod
+    def recognises(cls, name: str | PathLike, fields: Fields, hub: Fields) -> bool:
+        return layout_of(fields) is not None
 
     @classmethod
     def read_foreign(

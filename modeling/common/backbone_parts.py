@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import cache, cached_property, partial
-from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -36,9 +35,9 @@ Map = Callable[[Tensor], Tensor]
 
 
 class BackboneParts:
-    """Functions of a causal language model, through which no gradient reaches its parameters. Made for every call.
+    """Functions of a causal language model, through which no gradient reaches its parameters; made for every call.
 
-    Each is looked up when it is first read. Of a `vocabulary` there are logits of its tokens, and embeddings of codes.
+    Of a `vocabulary` there are logits of its tokens, and embeddings of codes.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: DraftVocabulary | None = None) -> None:
@@ -245,7 +244,11 @@ def layer_options(
         )
     positions = rotary_positions(position_ids)
     if rotates_anew(config):
-        positions = _positions_of_all(positions.expand(3, len(states), -1), cache, slot)
+        positions = positions.expand(3, len(states), -1)
+        if cache is not None:  # with those of all columns that it holds, [3, B, W + T]
+            layer = cast(DynamicIndexedLayer, cache.layers[slot])
+            held = layer.indexer_position_ids
+            layer.indexer_position_ids = positions = positions if held is None else torch.cat([held, positions], dim=-1)
     return {
         "attention_mask": mask,
         "position_ids": text_positions(position_ids),
@@ -257,17 +260,8 @@ def layer_options(
 def _own_tokens(states: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return which of the positions that a layer reads are tokens, [B, T] bool."""
     if attention_mask is None:
-        return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        return states.new_ones(states.shape[:2], dtype=torch.bool)
     return attention_mask[:, -states.shape[1] :].bool()
-
-
-def _positions_of_all(positions: Tensor, cache: Cache | None, slot: int) -> Tensor:
-    """Return positions [3, B, W + T] of all columns in a cache, and behind them those of the next [3, B, T]."""
-    if cache is not None:
-        layer = cast(DynamicIndexedLayer, cache.layers[slot])
-        held = layer.indexer_position_ids
-        layer.indexer_position_ids = positions = positions if held is None else torch.cat([held, positions], dim=-1)
-    return positions
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
@@ -334,23 +328,15 @@ def final_norm(body: nn.Module) -> nn.Module:
     raise ValueError(f"{type(body).__name__} has no final norm that heads could share")
 
 
-_LOGIT_CHANGES = (
-    "logit_scale", "final_logit_softcapping", "unpadded_vocab_size", "logits_scaling", "logits_mup_width_multiplier"
-)  # fmt: skip
-
-
 def finished_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Return logits [..., V] with what a family does after its unembedding: cap tanh(factor W h / divisor / cap).
-
-    Of all tokens, some families leave those out that are padding of the table.
-    """
-    factor, cap, known, scaling, width = map(getattr, repeat(config), _LOGIT_CHANGES, repeat(None))
-    divisor = width if scaling is None else scaling
+    """Return logits [..., V] with what a family does after its unembedding: cap tanh(factor W h / divisor / cap)."""
+    known, cap = getattr(config, "unpadded_vocab_size", None), getattr(config, "final_logit_softcapping", None)
+    scaling, width = getattr(config, "logits_scaling", None), getattr(config, "logits_mup_width_multiplier", None)
     if known is not None and logits.shape[-1] == config.vocab_size:
-        logits = logits[..., :known]
-    if divisor is not None:
+        logits = logits[..., :known]  # without padding of the table
+    if (divisor := width if scaling is None else scaling) is not None:
         logits = logits / float(divisor)
-    if factor is not None:
+    if (factor := getattr(config, "logit_scale", None)) is not None:
         logits = logits * float(factor)
     return logits if cap is None else torch.tanh(logits / float(cap)) * float(cap)
 

@@ -21,10 +21,8 @@ from ...generation.backbone.wrapped_models import gather
 
 LOGITS_PER_CHUNK = 2**24
 """Logits that exist at a time: 64 MiB of float32 (and a few copies in backward)."""
-_LOGITS_ON_PROCESSOR = 2**22
-"""The same on the processor: above 32 MiB malloc returns memory, and every operation gets new pages."""
-_SIZE_ON_PROCESSOR = 32
-"""Least size of a chunk, because every chunk passes over all weights."""
+_LOGITS_ON_PROCESSOR, _SIZE_ON_PROCESSOR = 2**22, 32
+"""Logits there (above 32 MiB malloc returns memory), and the least size of a chunk, which passes over all weights."""
 _PRODUCT_ROWS, _PRODUCT_ROWS_ON_PROCESSOR = 256, 128
 """Least rows of a product with an unembedding W: with fewer, reading W takes longer than multiplying."""
 TermFunction = Callable[..., Tensor]
@@ -84,41 +82,27 @@ def add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
         block += part.T @ rows
 
 
-class SummedLinear(torch.autograd.Function):
-    """x W^T whose gradient for W is added to a tensor in place."""
+class SummedWeight(torch.autograd.Function):
+    """A linear map x W^T, or an embedding, whose gradient for the weight is added to a tensor in place."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-        """Return [..., R] of inputs [..., D]; the scalar `anchor` requires a gradient, so that backward always runs."""
+    def forward(ctx: Any, map_: Callable, inputs: Tensor, weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
+        """Return [..., R]; the scalar `anchor` requires a gradient, so that backward always runs."""
         ctx.save_for_backward(inputs, weight)
-        ctx.total = total
-        return nn.functional.linear(inputs, weight)
+        ctx.is_embedding, ctx.total = map_ is nn.functional.embedding, total
+        return map_(inputs, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)  # [N, R], [N, D]
-        add_product(ctx.total, flat, rows)
-        wanted = ctx.needs_input_grad[0]
-        into_inputs = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype) if wanted else None  # [..., D]
-        return into_inputs, None, None, ctx.total.new_zeros(())
-
-
-class SummedEmbedding(torch.autograd.Function):
-    """Rows of a table, whose gradients are added to a tensor in place: each chunk reads few of them."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-        """Return [..., R] of ids [...] and a table [V, R]; see `SummedLinear`."""
-        ctx.save_for_backward(ids)
-        ctx.total = total
-        return nn.functional.embedding(ids, table)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        ctx.total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(ctx.total.dtype))
-        return None, None, None, ctx.total.new_zeros(())
+        flat, into_inputs = gradient.flatten(0, -2), None  # [N, R]
+        if ctx.is_embedding:  # each chunk reads few rows of the table
+            ctx.total.index_add_(0, inputs.flatten(), flat.to(ctx.total.dtype))
+        else:
+            add_product(ctx.total, flat, inputs.flatten(0, -2).to(gradient.dtype))
+        if ctx.needs_input_grad[1]:
+            into_inputs = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype)  # [..., D]
+        return None, into_inputs, None, None, ctx.total.new_zeros(())
 
 
 class _SummedWeights(TorchFunctionMode):
@@ -130,14 +114,11 @@ class _SummedWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, is_map = kwargs or {}, func in (nn.functional.linear, nn.functional.embedding)
-        if is_map and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled():
-            if func is nn.functional.embedding:
-                ids, table = args[:2]
-                return SummedEmbedding.apply(ids, table.detach(), self.totals[table], self.anchor)
-            inputs, weight, bias = (*args, kwargs.get("bias"))[:3]
-            outputs = SummedLinear.apply(inputs, weight.detach(), self.totals[weight], self.anchor)
-            return outputs if bias is None else outputs + bias
-        return func(*args, **kwargs)
+        if not (is_map and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled()):
+            return func(*args, **kwargs)
+        inputs, weight, bias = (*args, kwargs.get("bias"))[:3]
+        outputs = SummedWeight.apply(func, inputs, weight.detach(), self.totals[weight], self.anchor)
+        return outputs if bias is None or func is nn.functional.embedding else outputs + bias
 
 
 def chunked_sums(
@@ -146,7 +127,7 @@ def chunked_sums(
     """Return the weighted total of terms that `module` makes of all positions, and detached sums by part, [n] each.
 
     Gradients, unless they are off, are computed together with the sums and wait for backward, which can run once.
-    `logits_per_position` and `together` determine the size of a chunk: see `rows_per_chunk`.
+    `logits_per_position` and `together` determine the size of a chunk (`rows_per_chunk`).
     """
     gather(module.modules())
     parts = [part.only_scored() for part in parts]
@@ -174,10 +155,7 @@ def term_rows(terms: TermFunction, part: LossSegment, logits_per_position: int) 
 
 
 def rows_per_chunk(logits: int, device: torch.device, together: int = 4) -> int:
-    """Return the number of positions of a chunk, each of which makes so many logits.
-
-    `together` are the rows that a position has in one product with an unembedding: its depths where they share it.
-    """
+    """Return the positions of a chunk, each of which makes so many logits, `together` rows of one product."""
     most = max(1, LOGITS_PER_CHUNK // logits)
     if device.type != "cpu":
         return max(most, min(_PRODUCT_ROWS // together, 8 * most))  # memory has its limit, too
@@ -196,10 +174,7 @@ class Made:
 
 
 def made_in_forward(make: Callable[[list[bool]], Made], inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a loss whose gradients its forward makes, and its sums; backward, which can run once, scales them.
-
-    `make` is told which inputs need a gradient, none of them where gradients are off.
-    """
+    """Return a loss and its sums of `make`, which is told which inputs need a gradient; backward can run once."""
     value, *sums = _MadeInForward.apply(make, torch.is_grad_enabled(), *inputs)
     return value, sums
 

@@ -41,9 +41,6 @@ class DraftModel(OwnLossMixin, StrictLoadingMixin, AttachableDrafter, PreTrained
     # Auto classes give a class of foreign code GenerationMixin, unless the name of its `generate` has that in it
     generate = NoGenerationMixin.generate
 
-    def check_policy(self) -> None:
-        self.check_backbone(self.backbone)
-
     @can_return_tuple
     def forward(
         self,
@@ -66,17 +63,12 @@ class DraftModel(OwnLossMixin, StrictLoadingMixin, AttachableDrafter, PreTrained
             labels: [B, L] int64, shifted here, -100 ignored.
             logits_to_keep: Number of last positions whose logits are returned (0: all), or these positions. None: the
                 last one in training, which nothing reads, else all.
-            num_items_in_batch: Targets per depth (or step) over all micro-batches, [n] or one number (from the
-                Trainer).
+            num_items_in_batch: Targets per depth (or step) over all micro-batches, [n] or one number (a Trainer's).
             cached_states: [B, L, S, d], the states that `learning_layers` names, from an earlier run of the backbone on
                 the same tokens: it is then not run, and there are no logits.
             cached_summaries: [B, L, 2], the `logit_summaries` of these states; None: computed where a loss reads them.
             **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; `balance` [n], factors
-                of the depths (`balance="rms"`); with `output_hidden_states` the backbone's states that were read
-                are returned; the rest is not read.
-
-        Returns:
-            `MTPOutput`, or the drafter's own.
+                of the depths (`balance="rms"`); `output_hidden_states`, of those that were read.
         """
         if cached_states is not None:
             states, logits = split_states(cached_states, self.learning_layers), None

@@ -1,4 +1,7 @@
-"""Saving of whole directories, and strict loading: a wrong architecture and missing tensors raise."""
+"""Saving of whole directories, strict loading, and the one table by which a directory becomes a drafter.
+
+A class enters the table by `DRAFTERS[name]` and its `model_type`; it recognises other layouts by `recognises`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from ... import __version__
 from ...generation.backbone.wrapped_models import fingerprint, holds_shares, untyped
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.tensor_files import check_stored, hub_options
+from ...generation.tensors.tensor_files import Fields, check_stored, hub_options
 from .remote_code import add_code, is_ours, push
 
 LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)
@@ -27,19 +31,14 @@ _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision"
 class StrictLoadingMixin:
     """`from_pretrained` that raises where transformers would warn, and directories that are saved whole or not at all.
 
-    A class that writes its tensors in its own way overrides `_write_directory`, and names in `_optional_files` what it
-    does not always write.
-
-    Attributes:
-        remote_classes: By Auto class, the class of its module that code in a saved directory loads.
-        travels_when_pushed: Whether a push carries the code by default.
+    A class that writes its tensors in its own way overrides `_write_directory`.
     """
 
-    remote_classes: Mapping[str, str] = {}
-    travels_when_pushed: bool = True
-    _config_file: str = CONFIG_NAME
+    remote_classes: Mapping[str, str] = {}  # by Auto class, the class of its module that saved code loads
+    travels_when_pushed: bool = True  # whether a push carries the code by default
     config_class: ClassVar[type[PreTrainedConfig]]
-    _optional_files: tuple[str, ...] = ()
+    _config_file: str = CONFIG_NAME
+    _optional_files: tuple[str, ...] = ()  # what it does not always write
 
     @classmethod
     @reads_whole
@@ -71,11 +70,29 @@ class StrictLoadingMixin:
         """Refuse a directory or repository whose config.json, if `config` is none, names another architecture."""
         if name is None or isinstance(config, PreTrainedConfig):
             return
-        actual = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
-        expected = cls.config_class.model_type
-        if actual not in (None, expected):
+        fields, expected = stored_fields(config or name, **hub), cls.config_class.model_type
+        if (actual := fields.get("model_type")) == expected:
+            return
+        if config is None and _recognises(cls, name, fields, hub):
+            raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
+        if actual is not None:
             other = f"; load it with {kind.__name__}.from_pretrained" if (kind := stored_kinds().get(actual)) else ""
             raise ValueError(f"{name}: model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}{other}")
+
+    @classmethod
+    def recognises(cls, name: str | PathLike, fields: Fields, hub: Fields) -> bool:
+        """Return whether a directory or repository, whose config.json has `fields`, is a drafter in another layout."""
+        return False
+
+    @classmethod
+    def stored_with_backbone(cls, name: str | PathLike, fields: Fields) -> bool:
+        """Return whether a directory of another layout holds the model that it drafts for, too."""
+        return False
+
+    @classmethod
+    def read_other(cls, name: str | PathLike, dtype: Any, backbone: PreTrainedModel | None, options: Fields) -> Any:
+        """Return the drafter in a directory or repository of another layout; see `read_drafter`."""
+        return cls.from_pretrained(name, dtype=dtype, **options)
 
     def save_pretrained(
         self,
@@ -119,9 +136,8 @@ class StrictLoadingMixin:
             config._auto_class = None
         for name in self._optional_files if spread and is_main_process else ():
             (target / name).unlink(missing_ok=True)
-        divided = (
-            None if spread else vars(config).pop("distributed_config", None)
-        )  # transformers would wait for all processes
+        # else transformers would wait for all processes
+        divided = None if spread else vars(config).pop("distributed_config", None)
         try:
             with whole_directory(target, kwargs.get("variant"), self._optional_files, in_place=spread) as directory:
                 self._write_directory(directory, is_main_process, state_dict, **kwargs)
@@ -141,7 +157,7 @@ class StrictLoadingMixin:
 
     def without_code(self) -> str | None:
         """Return why no code can be saved with this model; None where it can."""
-        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
+        return None
 
     def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
         """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
@@ -168,3 +184,68 @@ def stored_kinds() -> dict[str | None, type[StrictLoadingMixin]]:
     """Return the classes of drafters that are saved without a backbone, by the model_type of their directories."""
     apart = (kind for kind in DRAFTERS.values() if kind.is_apart and issubclass(kind, StrictLoadingMixin))
     return {kind.config_class.model_type: kind for kind in apart}
+
+
+@reads_whole
+def drafter_class(name: str | PathLike, **hub: Any) -> type[Any] | None:
+    """Return the class of the drafter in a directory or a Hub repository, in any layout; None where there is none."""
+    fields, kinds = stored_fields(name, **hub), stored_kinds()
+    own = kinds.get(fields.get("model_type"))
+    return own or next((kind for kind in kinds.values() if _recognises(kind, name, fields, hub)), None)
+
+
+@reads_whole
+def holds_drafter_alone(name: str | PathLike, **hub: Any) -> bool:
+    """Return whether there is a drafter, and not also the model that it drafts for."""
+    kind, fields = drafter_class(name, **hub), stored_fields(name, **hub)
+    is_own = fields.get("model_type") in stored_kinds()
+    return kind is not None and (is_own or not kind.stored_with_backbone(name, fields))
+
+
+@reads_whole
+def read_drafter(
+    name: str | PathLike, dtype: Any = None, backbone: PreTrainedModel | None = None, **options: Any
+) -> Any:
+    """Return the drafter in a directory or a Hub repository, in any layout, not attached.
+
+    Args:
+        name: See `drafter_class`.
+        dtype: Of its weights; None or `"auto"`: the stored one.
+        backbone: The model that it drafts for, whose layers published heads with draft layers run; left out, its
+            configuration is read by the name that they record.
+        **options: Of `from_pretrained` or, for published heads, of `from_official`. They stand in `read_with` of the
+            drafter.
+    """
+    hub, dtype = hub_options(options), dtype or "auto"
+    if (kind := drafter_class(name, **hub)) is None:
+        raise ValueError(f"{name}: no drafter (heads, an EAGLE head, a block drafter, a student) in a known layout")
+    if stored_fields(name, **hub).get("model_type") in stored_kinds():
+        drafter = kind.from_pretrained(name, dtype=dtype, **options)
+    else:
+        drafter = kind.read_other(name, dtype, backbone, options)
+    drafter.read_with = options
+    return drafter
+
+
+def stored_fields(name: str | PathLike, **hub: Any) -> Fields:
+    """Return the fields of config.json; an empty dict where there is no such file."""
+    try:
+        return PreTrainedConfig.get_config_dict(name, **hub)[0]
+    except OSError:
+        return {}
+
+
+def local_files(name: str | PathLike, hub: Fields, with_weights: bool = True) -> Path:
+    """Return the directory of a name, with files of layouts without a config.json, or of all, where the Hub has it."""
+    if Path(name).is_dir() or str(name).count("/") != 1:
+        return Path(name)
+    patterns = ["params.json", "consolidated*.pth", "config.yaml", "model@*.pt"]
+    patterns += ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"] if with_weights else []
+    return Path(snapshot_download(str(name), allow_patterns=patterns, **hub))
+
+
+def _recognises(kind: type[StrictLoadingMixin], name: str | PathLike, fields: Fields, hub: Fields) -> bool:
+    try:
+        return kind.recognises(name, fields, hub)
+    except OSError:  # files that the Hub does not give
+        return False

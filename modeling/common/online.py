@@ -1,9 +1,16 @@
-"""Drafters that learn while they draft: verified sequences are stored, and an optimizer takes small steps on them."""
+"""Drafters that learn while they draft: verified sequences are stored, and an optimizer takes small steps on them.
+
+A recording session wraps the drafter's own, and keeps states and ids of the new tokens of every cycle: no further
+forward, no wait for the device. At the end of a call each sequence is a row as `training.features` makes them, so that
+losses are those of stored features.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -14,15 +21,168 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ...configuration.fields import check_values
+from ...generation.attach import AttachableDrafter
 from ...generation.backbone.wrapped_models import is_unit, readable
-from ...generation.call.sequences import Speculation
-from ...generation.contract import DraftSession, Recorder
+from ...generation.call.sequences import Sequences, Speculation
+from ...generation.contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    PrefillOutput,
+    Recorder,
+    TargetOutput,
+    VerificationResult,
+    joined_layers,
+)
 from ...generation.drafter import BaseDrafter
+from ...generation.tensors.masks import to_device
 from ..heads.losses import IGNORE, counted, depth_targets
-from .recording import OnlineBuffer, RecordingSession, collate
 
 logger = logging.get_logger(__name__)
 _MAX_NORM = 1.0
+STATES = "cached_states"
+"""The states' column in training data, and the keyword of the `forward` of drafters."""
+SUMMARIES = "cached_summaries"
+"""The same of the backbone's logits (`logit_summaries`), for drafters with a draft vocabulary."""
+Row = dict[str, Tensor]
+"""A sequence: N + 1 `input_ids`, `labels` (-100 where the backbone did not choose) and `position_ids`; their states,
+[N + 1, S, d], of which the last one, of a token that no forward has read, is 0."""
+
+
+def collate(sequences: Sequence[Row]) -> Row:
+    """Return a batch of sequences with stored states, padded on the right; with `attention_mask` if lengths differ."""
+    lengths, fills, pad = {len(each["input_ids"]) for each in sequences}, {"labels": IGNORE}, nn.utils.rnn.pad_sequence
+    batch = {name: pad([each[name] for each in sequences], True, fills.get(name, 0)) for name in sequences[0]}
+    if len(lengths) > 1:
+        batch["attention_mask"] = pad([torch.ones_like(each["input_ids"]) for each in sequences], True)
+    return batch
+
+
+class OnlineBuffer:
+    """The newest sequences with the backbone's states of them.
+
+    Attributes:
+        capacity: Tokens that it holds; a longer sequence loses its beginning.
+        rows: The sequences, the oldest first.
+    """
+
+    def __init__(self, capacity: int = 2**14) -> None:
+        if not isinstance(capacity, int) or capacity < 2:
+            raise ValueError(f"capacity={capacity!r} must be a whole number of at least 2 tokens")
+        self.capacity, self.rows = capacity, list[Row]()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.rows)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add sequences, in the place of the oldest ones."""
+        with self._lock:
+            held, left = list[Row](), self.capacity
+            for row in reversed([*self.rows, *rows]):
+                size = min(left, len(row["input_ids"]) - 1)
+                if 0 < size < len(row["input_ids"]) - 1:
+                    row = {name: each[-size - 1 :].clone() for name, each in row.items()}
+                    row["labels"][0] = IGNORE
+                if size:
+                    held.append(row)
+                left -= size
+            self.rows = held[::-1]
+
+    def sample(self, count: int, generator: torch.Generator) -> list[Row]:
+        """Return up to `count` of the sequences, chosen at random."""
+        rows = self.rows
+        return [rows[index] for index in torch.randperm(len(rows), generator=generator)[:count].tolist()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors of `load_state_dict`, on the processor."""
+        tensors = {f"{number}.{name}": each.cpu() for number, row in enumerate(self.rows) for name, each in row.items()}
+        return tensors | {"capacity": torch.tensor(self.capacity)}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Load the sequences of another buffer, of the same capacity."""
+        if (capacity := int(tensors["capacity"])) != self.capacity:
+            raise ValueError(f"capacity={self.capacity} is not that of the buffer that was saved, {capacity}")
+        rows: dict[int, Row] = {}
+        for name, tensor in tensors.items():
+            number, _, column = name.partition(".")
+            if column:
+                rows.setdefault(int(number), {})[column] = tensor.to(device)
+        self.rows = [rows[number] for number in sorted(rows)]
+
+
+class RecordingSession(DraftSession):
+    """A drafter's session that also adds verified tokens and their states to a buffer, as many as it holds.
+
+    Of the prompt only the last state is recorded where drafts depend on no other (`attends`).
+    """
+
+    def __init__(self, session: DraftSession, learner: OnlineLearner) -> None:
+        self.session, self.learner, self.started = session, learner, time.perf_counter()
+        self.layers, self.keeps_prompt = list(learner.drafter.learning_layers), learner.drafter.attends
+        self.num_tokens, self.reads_cache = session.num_tokens, session.reads_cache
+        self.supports_confidence_threshold = session.supports_confidence_threshold
+        self.hidden_layers = joined_layers(session.hidden_layers, self.layers)
+        self.states, self.ids, self.counts = list[Tensor](), list[Tensor](), list[list[int]]()
+
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
+        self.view, mask, states = view, view.mask, self._states(outputs.hidden_states)
+        batch, width = states.shape[:2]
+        capacity = self.learner.buffer.capacity
+        count = min(width, max(1, capacity // (2 * batch))) if self.keeps_prompt else 1
+        self.real = (mask[:, -width:] if mask is not None else states.new_ones(batch, width)).bool()  # [B, width]
+        self.ends = view.counts.clone() if view.has_columns else self.real.sum(1)  # [B], positions of the first token
+        self.states, self.left = [states[:, -count:].clone()], capacity
+        self.session.begin(outputs, view)
+
+    def _states(self, hidden_states: Sequence[Tensor | None]) -> Tensor:
+        """Return the states of the recorded layers, [B, F, S, d]."""
+        states = [cast(Tensor, hidden_states[layer]) for layer in self.layers]
+        return torch.stack([to_device(state, states[0].device) for state in states], dim=2)  # [B, F, S, d]
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        if not self.ids:
+            self.ids.append(tokens.newest(self.states[0].shape[1] + 1))  # with the token that was added first
+        return self.session.propose(tokens, length)
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        new = self.view.new_tokens
+        if new.longest and self.left > 0:
+            self.states.append(self._states(outputs.first(new.longest)))
+            self.ids.append(result.tokens[:, : new.longest])
+            self.counts.append(new.counts)
+            self.left -= sum(new.counts)
+        self.session.advance(outputs, result)
+
+    def finish(self, statistics: Speculation) -> None:
+        self.session.finish(statistics)
+        if self.ids:
+            with torch.inference_mode(False):
+                self.learner.buffer.add(self._rows())
+        self.learner.finish(statistics, time.perf_counter() - self.started)
+
+    def _rows(self) -> list[Row]:
+        """Return the sequences of the call."""
+        states, ids, size = torch.cat(self.states, 1), torch.cat(self.ids, 1), self.states[0].shape[1]
+        rows, offsets = list[Row](), [size]  # of the cycles among the columns
+        for each in self.states[1:]:
+            offsets.append(offsets[-1] + each.shape[1])
+        for number, (real, end) in enumerate(zip(self.real[:, -size:].tolist(), self.ends.tolist())):
+            prompt = [column for column, is_real in enumerate(real) if is_real]
+            counts = [count[number] for count in self.counts]
+            new = [start + column for start, count in zip(offsets, counts) for column in range(count)]
+            tokens = ids[number, [*prompt, size, *(column + 1 for column in new)]]  # [N + 1]
+            labels, first = tokens.clone(), end - len(prompt)
+            labels[: len(prompt)] = IGNORE
+            own = states[number, [*prompt, *new]]  # [N, S, d]
+            positions = torch.arange(first, first + len(tokens), device=ids.device)
+            row = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+            rows.append(row | {STATES: nn.functional.pad(own, (0, 0, 0, 0, 0, 1))})
+        return rows
+
+    def coverage(self, tokens: Tensor) -> float | None:
+        return self.session.coverage(tokens)
 
 
 class OwnLossMixin(nn.Module):
@@ -84,9 +244,6 @@ class OwnLossMixin(nn.Module):
         """The module that learns."""
         return self
 
-    def check_policy(self) -> None:
-        """Refuse a policy that has other sizes than the drafter."""
-
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the loss on recorded sequences (`collate`), from which the drafting part learns."""
         return self(**batch).loss
@@ -97,10 +254,7 @@ class OwnLossMixin(nn.Module):
         Args:
             every: New tokens after which the drafter learns, at the end of a call.
             budget: The largest share of the time of calls that learning may take.
-            **options: Further arguments of `OnlineLearner`.
-
-        Returns:
-            The learner, with the `curve` of acceptance, `freeze` and `unfreeze`.
+            **options: Further arguments of `OnlineLearner`, which is returned.
         """
         return OnlineLearner(self, every=every, budget=budget, **options)
 
@@ -109,8 +263,7 @@ class OnlineLearner(Recorder):
     """Stores the tokens that calls with a drafter verify, and trains the drafter on them with its own loss.
 
     Nothing but the drafter's own parameters changes, so that the output keeps its distribution. Learning costs no
-    forward of the backbone: states and ids are those of the verified tokens. Log-probabilities in a loss are computed
-    from these states by the backbone's present unembedding.
+    forward of the backbone: a loss computes log-probabilities from stored states by its present unembedding.
 
     Args:
         drafter: Attached `MTPHeads`, `EagleHead` or `BlockDrafter`, an `EvaByteForMTPC`, whose drafting heads alone
@@ -182,10 +335,14 @@ class OnlineLearner(Recorder):
         """Store and learn again."""
         self.recorded.recorder = self
 
-    def session(self, session: DraftSession) -> DraftSession:
-        return RecordingSession(session, self.drafter.learning_layers, self.drafter.attends, self.buffer, self._finish)
+    @property
+    def _is_spread(self) -> bool:
+        return self.is_shared and distributed.is_available() and distributed.is_initialized()
 
-    def _finish(self, statistics: Speculation, seconds: float) -> None:
+    def session(self, session: DraftSession) -> DraftSession:
+        return RecordingSession(session, self)
+
+    def finish(self, statistics: Speculation, seconds: float) -> None:
         """Count the tokens of a call, and learn where that is due."""
         self.tokens += statistics.new_tokens
         self._accepted += sum(map(sum, statistics.rows_accepted))
@@ -205,7 +362,8 @@ class OnlineLearner(Recorder):
         if self.is_frozen:
             return None
         self._check_learns()
-        self.drafter.check_policy()
+        if isinstance(self.drafter, AttachableDrafter):
+            self.drafter.check_backbone(self.drafter.policy)
         started, was_training, loss = time.perf_counter(), self.part.training, None
         self.part.train()
         try:
@@ -262,7 +420,7 @@ class OnlineLearner(Recorder):
     def _averaged(self, gradients: list[Tensor], loss: float, has_sequences: bool) -> list[Tensor] | None:
         """Return the mean gradients and loss of the processes that have sequences; None where none has."""
         values = [*gradients, gradients[0].new_tensor(loss)]
-        if not (self.is_shared and distributed.is_available() and distributed.is_initialized()):
+        if not self._is_spread:
             return values if has_sequences else None
         flat = torch.cat([*(value.flatten() for value in values), gradients[0].new_tensor([float(has_sequences)])])
         distributed.all_reduce(flat)
@@ -274,9 +432,8 @@ class OnlineLearner(Recorder):
     def prepare(self) -> torch.optim.Optimizer:
         """Return the optimizer, made at first with the first process's weights on all of them."""
         if self.optimizer is None:
-            if self.is_shared and distributed.is_available() and distributed.is_initialized():
-                for parameter in self.parameters:
-                    distributed.broadcast(parameter.data, 0)
+            for parameter in self.parameters if self._is_spread else ():
+                distributed.broadcast(parameter.data, 0)
             self.masters = [
                 parameter if torch.finfo(parameter.dtype).bits >= 32 else parameter.detach().float().requires_grad_()
                 for parameter in self.parameters

@@ -16,19 +16,20 @@ from ...configuration.heads import MTPHeadConfig
 
 @dataclass
 class MTPOutput(CausalLMOutputWithPast):
-    """Output of a causal language model with multi-token heads; losses with labels only.
+    """Output of a model or drafter that is trained; losses with labels only.
 
     Attributes:
         loss: Scalar, discounted sum of the per-depth losses.
         logits: [B, L, V] of the ordinary next-token head ([B, L, N, V] with `return_all_pred_logits`); None where they
             were not requested in training.
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
-        head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first.
-            Medusa and Hydra heads in training mode have NaN at depth 1, the backbone's own, where it weighs nothing.
+        head_losses: [n] detached mean of what the loss is made of per depth (step, place of a block), of heads the
+            cross-entropy in nats, the ordinary next token first. Medusa and Hydra heads in training mode have NaN at
+            depth 1, the backbone's own, where it weighs nothing.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
             trains together with a head that also has a distribution of the first token; then a part of `loss`.
         acceptances: [n] detached mean probability that a token drawn at a depth is accepted after the true tokens
-            before it, NaN at depth 1; where the drafter learns the backbone's distribution.
+            before it, of heads NaN at depth 1; where the drafter learns the backbone's distribution.
         head_squares: [n] detached mean squared term per depth, where depths are balanced.
     """
 
@@ -40,9 +41,7 @@ class MTPOutput(CausalLMOutputWithPast):
 
 @dataclass
 class DeepSeekMTPOutput(MTPOutput):
-    """Output of a causal language model with sequential modules.
-
-    `head_losses` is [D + 1], the main model first; `hidden_states` holds h^0, the last state after the final norm.
+    """Output of a model with D sequential modules: `head_losses` is [D + 1], `hidden_states` ends with h^0.
 
     Attributes:
         mtp_logits: Teacher-forced logits of depth k = 1..D, [B, L - k, V]: row i, made of the tokens up to i + k,
@@ -61,35 +60,25 @@ class DeepSeekMTPOutput(MTPOutput):
 
 
 @dataclass
-class EagleOutput(CausalLMOutputWithPast):
-    """Output of an EAGLE head that is trained on its backbone.
+class EagleOutput(MTPOutput):
+    """Output of an EAGLE head that is trained on its backbone, of whose last position `logits` are.
 
     Attributes:
-        logits: [B, 1, V] of the backbone's last position.
-        step_losses: [steps] detached, of each step of drafting.
-        head_losses: [steps] detached, the mean terms that the loss is made of.
-        acceptances: [steps] detached, mean probability that a token drawn at a step is accepted.
+        step_losses: [steps] detached, of each step of drafting; `head_losses` are the terms that the loss is made of.
     """
 
     step_losses: Tensor | None = None
-    head_losses: Tensor | None = None
-    acceptances: Tensor | None = None
 
 
 @dataclass
-class BlockOutput(CausalLMOutputWithPast):
-    """Output of a block drafter that is trained on its backbone.
+class BlockOutput(MTPOutput):
+    """Output of a block drafter that is trained on its backbone, of whose last position `logits` are.
 
     Attributes:
-        logits: [B, 1, V] of the backbone's last position.
         terms: The parts of the loss by name, detached scalars, before their weights.
-        head_losses: [m] detached, the mean of what the loss is made of, per place of a block.
-        acceptances: [m] detached, mean probability that a token drawn at a place is accepted, given the text before it.
     """
 
     terms: dict[str, Tensor] | None = None
-    head_losses: Tensor | None = None
-    acceptances: Tensor | None = None
 
 
 @dataclass
@@ -103,11 +92,9 @@ class PTPOutput(CausalLMOutputWithPast):
 
 
 class DraftDistributions(NamedTuple):
-    """Distributions of drafts of m tokens along known sequences, computed for N positions at a time.
+    """Distributions of drafts of m tokens along known sequences, two tokens ahead of a position and more.
 
-    The first drafted token is two tokens ahead of a position: the next one is the verifier's own. `draft` makes of rows
-    [N], columns [N] and the tokens that follow [N, m + 1] log-probabilities [N, m, V], given the true tokens before
-    each.
+    `draft` makes of rows [N], columns [N] and the tokens that follow [N, m + 1] log-probabilities [N, m, V].
     """
 
     draft: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -125,13 +112,7 @@ class TrainableDrafter(Protocol):
     """A drafter that computes its own loss from labels; `MTPTrainer` trains it.
 
     Its `forward` takes `labels` and `num_items_in_batch` (targets per depth over the whole update, [n]) and returns an
-    output with `loss` and `head_losses` [n].
-
-    Attributes:
-        config: Its configuration.
-        loss_unit: Name of an entry of `head_losses` in the log: `loss_head_1`, or `loss_step_1`.
-        num_losses: n, the number of entries.
-        head_config: Options of its heads; None: it has none.
+    output with `loss` and `head_losses` [n = `num_losses`], whose entries the log names by `loss_unit`: `loss_head_1`.
     """
 
     config: PreTrainedConfig

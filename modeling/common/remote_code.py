@@ -24,23 +24,14 @@ TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this file came with a model."""
 REQUIREMENT = f"transformers>={TESTED_VERSIONS[0]},<5.{int(TESTED_VERSIONS[-1].removeprefix('5.')) + 1}"
 """For pip: the versions for which the code is written, which uses private methods of `generate`."""
-_HANDED: dict[str, Callable[[], Any]] = {}
+HANDED: dict[str, Callable[[], Any]] = {}
+"""The modules `push`, `card` and `bundle` of `model_cards`, which lies above and is imported at first need."""
 _README = f"""Code of tokenahead {__version__} (Apache-2.0) that loads the directory above; `auto_map` there names it:
 
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
 It needs torch and {REQUIREMENT}, and peft where it imports that. Where tokenahead is installed, that is used instead.
 """
-
-
-def hand_in(**sources: Callable[[], Any]) -> None:
-    """Let models and trainers release with modules of `model_cards`, which lies above them, imported at first need."""
-    _HANDED.update(sources)
-
-
-def handed(name: str) -> Any:
-    """Return a module of `model_cards` that was handed in: `push`, `card` or `bundle`."""
-    return _HANDED[name]()
 
 
 def check_choice(remote_code: str | None) -> None:
@@ -85,7 +76,7 @@ def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict
     `"auto"` is that where this library is installed; code that was loaded saves itself.
     """
     check_choice(remote_code)
-    reason = saved.without_code()
+    reason = saved.without_code() if is_ours(type(saved)) else f"{type(saved).__module__} is not of tokenahead"
     if remote_code == "bundle" and reason:
         raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
     is_written = remote_code == "bundle" or (remote_code == "auto" and TRAVELS)
@@ -106,7 +97,7 @@ def _files(kind: type) -> tuple[str, dict[str, str]]:
     """Return entry module and files of the code for a class."""
     module = kind.__module__
     if not TRAVELS:
-        return handed("bundle").bundle(module.partition(".")[2])
+        return HANDED["bundle"]().bundle(module.partition(".")[2])
     beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
     return module.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
 
@@ -116,7 +107,7 @@ def push(saved: Any, plain: Callable[..., Any], repo_id: str, remote_code: str |
     check_choice(remote_code)
     if TRAVELS:  # without the package there is no renderer of cards
         return plain(repo_id, **kwargs)
-    return handed("push").push_to_hub(saved, None, None, repo_id, remote_code=remote_code, **kwargs)
+    return HANDED["push"]().push_to_hub(saved, None, None, repo_id, remote_code=remote_code, **kwargs)
 
 
 class RemoteCodeTokenizerMixin:
@@ -134,7 +125,7 @@ class RemoteCodeTokenizerMixin:
 
     def without_code(self) -> str | None:
         """Return why no code can be saved with this object; None where it can."""
-        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
+        return None
 
     @classmethod
     @reads_whole

@@ -103,10 +103,7 @@ def of_logits(
 
 
 def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> Tensor:
-    """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2]; 0 if not `where`.
-
-    That is their logsumexp, and the id of the most likely token (exact up to 2^24), in float32 at least.
-    """
+    """Return logsumexp of all logits at states [B, L, d], and the likeliest token's id, [B, L, 2]; 0 if not `where`."""
 
     def read(logits: Tensor) -> Tensor:
         return torch.stack([logits.logsumexp(-1), logits.argmax(-1).to(logits.dtype)], -1)  # [N, 2]
@@ -127,10 +124,7 @@ def teacher_inputs(scored: Tensor) -> Tensor:
 
 
 def teacher_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (1 - share) D(p, q) - share log q(label), and the detached acceptance, [...] each; see `divergence`.
-
-    `likelihood` [...] is log q(label), which is not read where its `share` is 0.
-    """
+    """Return (1 - share) D(p, q) - share log q(label), the `likelihood`, and the detached acceptance, [...] each."""
     distance = divergence(kind, log_p, log_q)
     mixed = distance if share == 0 else (1 - share) * distance - share * likelihood
     return mixed, acceptance(log_p, log_q.detach())
@@ -236,10 +230,7 @@ def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tenso
 def block_terms(
     log_q: Tensor, log_p: Tensor, drafted: Tensor, weights: Tensor, label_weight: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the terms of all depths, and m_k (`accepted_along`), times `weights` [..., m], [..., m] each.
-
-    `label_weight` is the share of the likelihood of drafted tokens that is mixed in.
-    """
+    """Return the terms of all depths, of m_k times `weights` [..., m], and m_k (`accepted_along`), [..., m] each."""
     accepted = accepted_along(log_q, log_p, drafted)
     terms = -(1 - label_weight) * weights * accepted
     if label_weight:

@@ -44,9 +44,8 @@ from ...generation.tensors.tensor_files import check_stored, hub_options, rename
 from ..common.backbone_parts import output_embeddings, text_positions
 from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds, stored_ids
 from ..common.loading import StrictLoadingMixin
-from ..common.online import OwnLossMixin
+from ..common.online import STATES, OwnLossMixin
 from ..common.outputs import DeepSeekMTPOutput, DraftDistributions, MTPOutput, stacked_steps
-from ..common.recording import STATES
 from ..heads.losses import counts_of_update, depth_targets
 from .conversion import (
     build,

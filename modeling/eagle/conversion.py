@@ -32,7 +32,7 @@ from ...configuration.foreign_fields import (
 )
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
-from ..common.drafter_configs import (
+from ..common.foreign import (
     architectures,
     check_columns,
     new_config,

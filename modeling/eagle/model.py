@@ -21,7 +21,7 @@ from ...generation.backbone.wrapped_models import input_embeddings, unwrap
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import Fields, read_tensors, weight_files
+from ...generation.tensors.tensor_files import Fields, read_tensors, tensor_names, weight_files
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.foreign import ForeignLayoutsMixin, Stored
 from ..common.learning import States, run_backbone
@@ -31,6 +31,7 @@ from .conversion import (
     backbone_config,
     check_layout,
     foreign_head,
+    is_foreign_head,
     layout_config,
     layout_tensors,
     own_names,
@@ -169,6 +170,10 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
         fields["mask_token_id"] = mask_token_id
         return cls.load_stored(pretrained_model_name_or_path, fields, kwargs | {"ignore_fields": ignore_fields})
+
+    @classmethod
+    def recognises(cls, name: str | PathLike, fields: Fields, hub: Fields) -> bool:
+        return bool(fields) and is_foreign_head(fields, tensor_names(name, **hub))
 
     @classmethod
     def read_foreign(

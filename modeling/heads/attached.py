@@ -45,17 +45,25 @@ from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import cached_arange, to_device
 from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.tensor_files import Fields, read_json
+from ...generation.tensors.tensor_files import Fields, hub_options
 from ...generation.trees.growth import grow
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
+from ..common.loading import local_files
 from ..common.outputs import MTPOutput
 from .context import tables_of
 from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
 from .layer import DraftLayers, LayerAdapters, new_layers
 from .losses import depth_targets, head_loss
-from .official import backbone_from_official, engine_layout, export_head, heads_from_official, published_layout
+from .official import (
+    backbone_from_official,
+    engine_layout,
+    export_head,
+    heads_from_official,
+    holds_backbone,
+    published_layout,
+)
 from .window_distribution import PartialDistribution, WindowDistribution
 
 
@@ -331,8 +339,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         """Return None (FSDP2 would shard them apart)."""
 
     def without_code(self) -> str | None:
-        known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
-        return super().without_code() if self.family.is_built_in else known
+        unknown = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
+        return None if self.family.is_built_in else unknown
 
     @classmethod
     @reads_whole
@@ -363,13 +371,19 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return heads if backbone is None else heads.attach(backbone)
 
     @classmethod
-    def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
-        folder = Path(str(name))
-        fields = read_json(folder / "config.json")
-        is_own = config is not None or fields.get("model_type") == MTPHeadConfig.model_type or not folder.is_dir()
-        if not is_own and published_layout(folder, fields) is not None:
-            raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
-        super().check_model_type(name, config, **hub)
+    def recognises(cls, name: str | PathLike, fields: Fields, hub: Fields) -> bool:
+        return published_layout(Path(name) if fields else local_files(name, hub, False), fields) is not None
+
+    @classmethod
+    def stored_with_backbone(cls, name: str | PathLike, fields: Fields) -> bool:
+        return holds_backbone(Path(name), fields)
+
+    @classmethod
+    def read_other(cls, name: str | PathLike, dtype: Any, backbone: PreTrainedModel | None, options: Fields) -> Any:
+        hub = hub_options(options)
+        own = {key: value for key, value in options.items() if key not in hub}
+        heads: Any = cls.from_official(local_files(name, hub), backbone, **own).detach()
+        return heads if dtype == "auto" else heads.to(dtype)
 
     @classmethod
     @reads_whole

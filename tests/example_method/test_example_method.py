@@ -10,8 +10,7 @@ from tests.backbones import backbone
 from tests.example_method.model import GRUDrafter
 from tokenahead.extending import TrainableDrafter
 from tokenahead.generation.drafter import DRAFTERS
-from tokenahead.modeling.common.loading import StrictLoadingMixin
-from tokenahead.modeling.common.stored_drafters import drafter_class, read_drafter
+from tokenahead.modeling.common.loading import StrictLoadingMixin, drafter_class, read_drafter
 from tokenahead.testing import continuation_distribution, continuation_p_value
 from tokenahead.training import MTPTrainer
 

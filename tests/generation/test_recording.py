@@ -9,8 +9,7 @@ from tests.backbones import backbone, prompts
 from tests.families import VOCABULARY, family_model, random_ids
 from tests.models import left_padded, tiny_model
 from tokenahead import DrafterCascade, EagleHead, MTPHeads, SuffixDrafter
-from tokenahead.modeling.common.online import OnlineLearner
-from tokenahead.modeling.common.recording import OnlineBuffer
+from tokenahead.modeling.common.online import OnlineBuffer, OnlineLearner
 from tokenahead.training.features import FeatureDataset
 
 DRAFTERS = {

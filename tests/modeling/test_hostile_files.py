@@ -1,18 +1,30 @@
-"""Files that lead elsewhere, or that announce what they do not hold, are refused at once by every loader."""
+"""Files and fields that no model can have are refused at once, and by name, by every loader."""
 
 import json
 import os
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.eagle_models import DATA
 from tests.every_model import llama
 from tests.families import family_model
+from tests.modeling.heads.backbones import GOLDENS
 from tests.models import tiny_model
-from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
+from tokenahead import (
+    AssistantDrafter,
+    BlockDrafter,
+    DeepSeekMTP,
+    EagleHead,
+    EvaByteForMTPC,
+    MTPHeads,
+    PTPForCausalLM,
+    PTPStudent,
+)
 from tokenahead.generation.tensors.tensor_files import read_index, read_tensors, weight_files
 from tokenahead.training.loading import load_backbone
 
@@ -37,6 +49,7 @@ SAVED = {
 LOADERS = SAVED | {
     "backbone": (llama, lambda folder: load_backbone(str(folder), "--model", "--heads")),
     "assistant": (llama, AssistantDrafter.from_pretrained),
+    "block": (lambda: BlockDrafter.from_backbone(llama()), BlockDrafter.from_pretrained),
     "retrofit": (llama, DeepSeekMTP.from_backbone),
     "student's backbone": (llama, PTPForCausalLM.from_backbone),
 }
@@ -174,3 +187,73 @@ def test_a_pickle_of_more_than_tensors_is_named_in_one_line(tmp_path):
     assert "weights_only" not in str(caught.value)
     with pytest.raises(ValueError, match="weights_only=False"):
         load(folder, weights_only=False)
+
+
+HOSTILE = [
+    ("heads", "dtype", "float999"),
+    ("heads", "vocab_size", -1),
+    ("heads", "window", 0),
+    ("heads", "head_type", "evil"),
+    ("eagle", "num_attention_heads", "2"),
+    ("block", "rope_parameters", {"rope_type": "evil", "rope_theta": 1e4}),
+    ("modules", "num_key_value_heads", 0),
+    ("evabyte", "hidden_size", "many"),
+    ("backbone", "num_attention_heads", 0),
+    ("backbone", "hidden_act", "evil"),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), HOSTILE)
+def test_a_value_that_cannot_be_is_an_error_that_names_the_directory(kind, field, value, tmp_path):
+    load, file = _saved(kind, tmp_path), tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+LEFT = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n",
+    b"<!DOCTYPE html>\n<html><head>",
+    b"",
+)
+RUNS = DATA.parent / "ptp/runs"
+OFFICIAL = {
+    "official eagle": (DATA / "eagle3_llama/official", EagleHead.from_pretrained, "pytorch_model.bin"),
+    "hydra": (GOLDENS / "hydra_mlp/official", MTPHeads.from_official, "hydra_lm_head.pt"),
+    "gloeckle": (GOLDENS / "gloeckle/official", MTPHeads.from_official, "consolidated.pth"),
+    "ptp": (
+        RUNS / "interpolation", partial(PTPForCausalLM.from_official, backbone=RUNS / "backbone"), "last.ckpt"
+    ),
+}  # fmt: skip
+EXPORTED = {
+    "medusa": (SAVED["medusa"][0], MTPHeads.from_official, "medusa_lm_head.safetensors"),
+    "specforge": (
+        lambda: EagleHead.from_backbone(llama(num_hidden_layers=4)), EagleHead.from_pretrained, "model.safetensors"
+    ),
+}  # fmt: skip
+
+
+def _downloaded(kind, folder):
+    """A directory, its loader and its file of weights."""
+    if kind in OFFICIAL:
+        shutil.copytree(OFFICIAL[kind][0], folder)
+        return OFFICIAL[kind][1:]
+    if kind in EXPORTED:
+        make, *found = EXPORTED[kind]
+        make().export(folder, kind)
+        return found
+    return _saved(kind.removeprefix("our "), folder), "model.safetensors"
+
+
+OURS = [f"our {kind}" for kind in ("heads", "eagle", "modules", "evabyte", "ptp", "student")]
+
+
+@pytest.mark.by_day("our heads", "hydra", "medusa", "our evabyte")
+@pytest.mark.parametrize("kind", [*OURS, *OFFICIAL, *EXPORTED])
+def test_what_a_wrong_download_left_is_named(kind, tmp_path):
+    read, file = _downloaded(kind, folder := tmp_path / "read")
+    assert (folder / file).is_file(), sorted(folder.iterdir())
+    for content in LEFT:
+        (folder / file).write_bytes(content)
+        with pytest.raises(ValueError, match=str(folder)):
+            read(folder)

@@ -11,8 +11,8 @@ from tests import mtpc_files
 from tests.eagle_models import tiny_backbone
 from tokenahead import BlockDrafter, EagleHead, MTPHeads, PTPStudent
 from tokenahead.model_cards.card import make_card
-from tokenahead.modeling.common import stored_drafters
-from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
+from tokenahead.modeling.common import loading
+from tokenahead.modeling.common.loading import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead.training import MTPTrainer
 from tokenahead.training.requests import CardRequest
 
@@ -94,8 +94,7 @@ def test_heads_without_a_config_are_fetched_by_their_name(tmp_path, monkeypatch)
         asked.append((name, "model@*.pt" in allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(stored_drafters, "snapshot_download", download)
-    monkeypatch.setattr(stored_drafters, "_fields", lambda name, **hub: {})
+    monkeypatch.setattr(loading, "snapshot_download", download)
     assert drafter_class("owner/heads") is MTPHeads and read_drafter("owner/heads").window == 4
     assert set(asked) == {("owner/heads", True)}
 

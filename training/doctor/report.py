@@ -25,7 +25,7 @@ from ...generation.tensors.tensor_files import Fields, optional_file, read_tenso
 from ...modeling import EagleHead
 from ...modeling.common.draft_vocabulary import DraftVocabulary
 from ...modeling.common.learning import DraftModel
-from ...modeling.common.stored_drafters import drafter_class, read_drafter
+from ...modeling.common.loading import drafter_class, read_drafter
 from ...modeling.eagle.conversion import SHOWN_BY, own_name
 from ...modeling.heads.losses import IGNORE
 from ..evaluation.decoding import GREEDY, Method, Row, acceptance_by_position, decode

@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 from ...configuration.fields import field
 from ...generation.backbone.wrapped_models import Kwargs, untyped
 from ...modeling import BlockDrafter, EagleHead, MTPHeads
-from ...modeling.common.drafter_configs import layer_fields
+from ...modeling.common.foreign import layer_fields
 from ...modeling.eagle.conversion import default_aux_layers, resolved_aux_layers
 from ...modeling.heads.losses import IGNORE
 from ...modeling.heads.medusa import Repeated

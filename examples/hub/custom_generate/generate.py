@@ -7,7 +7,7 @@ n-grams of the text itself.
 from typing import Any
 
 from tokenahead import NgramDrafter
-from tokenahead.modeling.common.stored_drafters import read_drafter
+from tokenahead.modeling.common.loading import read_drafter
 
 
 def generate(model: Any, drafter: Any = None, **kwargs: Any) -> Any:

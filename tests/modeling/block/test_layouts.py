@@ -14,7 +14,7 @@ from tests.models import left_padded
 from tests.test_tables import table
 from tokenahead import BlockDrafter, EagleHead
 from tokenahead.modeling.block import layouts
-from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
+from tokenahead.modeling.common.loading import drafter_class, holds_drafter_alone, read_drafter
 
 DEEPSPEC, DSPARK, DFLASH, DFLASH2 = "deepspec_dspark_gated", "speculators_dspark", "speculators_dflash", "zlab_dflash2"
 IDS = torch.tensor([[5, 9, 33, 17, 46, 9, 19]])

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tests.eagle_models import foreign_folder, golden_case, teacher_forced, tiny_backbone
 from tests.modeling.eagle.test_loading import AUX, OFFICIAL, rewritten
 from tokenahead import EagleHead
-from tokenahead.modeling.common.stored_drafters import drafter_class
+from tokenahead.modeling.common.loading import drafter_class
 
 DEEPSPEC = {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [1, 2, 3, 5, 6]}
 DEEPSPEC |= {"ttt_length": 7, "step_loss_decay": 0.8, "num_target_layers": 8, "draft_num_hidden_layers": 1}

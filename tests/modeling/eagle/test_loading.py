@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.eagle_models import CASES, DATA, foreign_folder, golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead, EagleHeadConfig
-from tokenahead.modeling.common.stored_drafters import drafter_class
+from tokenahead.modeling.common.loading import drafter_class
 
 OFFICIAL = DATA / "eagle3_llama" / "official"
 AUX = "eagle_aux_hidden_state_layer_ids"

@@ -29,7 +29,8 @@ _THREADS = 4  # on matrices as small as the demo's, further ones would only wait
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and ends the process: with 0, 1 after an error, 2 after wrong arguments, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    given = words[1:] if words and words[0] in _COMMANDS and _COMMANDS[words[0]][0] is None else _parse(words)
+    apart = [name for name, (request, *_) in _COMMANDS.items() if request is None]
+    given = words[1:] if words and words[0] in apart else _parse(words)
     try:
         raise SystemExit(_COMMANDS[words[0]][1](given))
     except KeyboardInterrupt:
@@ -64,10 +65,10 @@ def _parse(argv: list[str]) -> Any:
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
     for name, (request, _, text) in _COMMANDS.items():
-        about = f"{text[0].upper()}{text[1:]}."
-        commands.add_parser(name, help=text, description=about, request_class=request or ())
+        described = f"{text[0].upper()}{text[1:]}."
+        commands.add_parser(name, help=text, description=described, request_class=request or ())
     given, words = parser.parse_known_args(argv)
-    kind = _COMMANDS[given.command][0] or object
+    kind: Any = _COMMANDS[given.command][0]
     # before Python 3.12, argparse loses an optional prompt that follows an option; one may begin with "-"
     words = [word for word in words if word != "--"]
     is_prompt = len(words) == 1 and ("--" in argv or not words[0].startswith("--"))

@@ -307,15 +307,14 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
     steady = [pair for pair in pairs if max(row.repeated_share for row in pair) <= DEGENERATE_SHARE]
     counted = steady or pairs
     runs, plain, written = [run for run, _ in counted], [row for _, row in counted], [run for run, _ in steady]
-    timed = [(run, row) for run, row in steady if run.speed and row.speed]
-    ratios = [(run.category, run.speed / row.speed) for run, row in timed]
+    timed = [(run, row, run.speed / row.speed) for run, row in steady if run.speed and row.speed]
     whole = [
         run.new_tokens / run.seconds * row.seconds / row.new_tokens
         for run, row in steady
         if run.new_tokens and row.new_tokens
     ]
     categories = sorted({run.category for run in written})
-    speed_ups = {each: [ratio for category, ratio in ratios if category == each] for each in categories}
+    speed_ups = {each: [ratio for run, _, ratio in timed if run.category == each] for each in categories}
     rates = {each: _per_verification([run for run in written if run.category == each])[0] for each in categories}
     later = [run for run in runs if run.forwards > 1]
     drafting = [1000 * run.draft_seconds / (run.forwards - 1) for run in later if run.draft_seconds is not None]
@@ -348,9 +347,9 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
         prompt_ms=median(1000 * run.prompt_seconds for run in runs) or None,
         call_ms=median(1000 * run.later[1] / (run.forwards - 1) for run in later) if later else None,
         draft_ms=median(drafting) if drafting and max(drafting) else None,
-        speed_ups=_quartiles([ratio for _, ratio in ratios]),
+        speed_ups=_quartiles([ratio for *_, ratio in timed]),
         whole_speed_ups=_quartiles(whole),
-        micro_speed_up=_micro([run for run, _ in timed]) / _micro([row for _, row in timed]) if timed else None,
+        micro_speed_up=_micro([run for run, *_ in timed]) / _micro([row for _, row, _ in timed]) if timed else None,
         category_speed_ups={each: median(own) for each, own in speed_ups.items() if own},
         category_tokens_per_call={each: rate for each, rate in rates.items() if rate},
         draft_length=length or None,

@@ -32,7 +32,7 @@ from ...generation.tensors.tensor_files import check_index
 from ..loading import load_drafter
 from ..results import Number, source_mark
 from ..utils import eos_ids, one_line, until_end
-from .drafts import GREEDY_RULE, SAMPLED, has_probs, usual_drafts
+from .drafts import GREEDY_RULE, SAMPLED, Batch, has_probs, usual_drafts
 
 PLAIN, CONTROL = "plain", "plain, again"
 """Names of decoding without drafts, and of the same a second time."""
@@ -188,9 +188,7 @@ class Row:
         return sum(map(repeated_share, self.ids)) / max(1, len(self.ids))
 
 
-def decode(
-    method: Method, batch: dict[str, torch.Tensor], mode: DecodingMode, new_tokens: int, seed: int | None = None
-) -> Row:
+def decode(method: Method, batch: Batch, mode: DecodingMode, new_tokens: int, seed: int | None = None) -> Row:
     """Return the output of a method after a batch of prompts, and its cost; `seed=None` keeps the generator's state."""
     if seed is not None:
         torch.manual_seed(seed)

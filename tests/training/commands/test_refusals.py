@@ -92,19 +92,17 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(settings_of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("first", "last", "message"),
     [
-        ({"input_ids": [70, 999]}, "input_ids hold 999"),
-        ({"input_ids": [70, 71, 72], "labels": [70]}, "3 input_ids and 1 labels"),
-        ({"input_ids": [70]}, "train_dataset"),
-        ({"input_ids": [70, 71], "labels": [-5, 71]}, "labels hold -5"),
+        ({"input_ids": [70, 999]}, {}, "input_ids hold 999"),
+        ({"input_ids": [70, 71, 72], "labels": [70, 71, 72]}, {"labels": [70]}, "3 input_ids and 1 labels"),
+        ({"input_ids": [70]}, {}, "train_dataset"),
+        ({"input_ids": [70, 71], "labels": [-5, 71]}, {}, "labels hold -5"),
     ],
 )
-def test_rows_that_cannot_be_learned_are_named(row, message, settings_of, tmp_path):
+def test_rows_that_cannot_be_learned_are_named(first, last, message, settings_of, tmp_path):
     file = tmp_path / "rows.jsonl"
-    right = {"input_ids": [70, 71, 72], "labels": [70, 71, 72]}
-    rows = [right] * 5 + [row] if "labels" in row else [row] * 3
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    file.write_text("".join(json.dumps(each) + "\n" for each in [first] * 5 + [first | last]))
     for streaming in (False, True) if "labels" in message else (False,):
         settings = settings_of(
             drafter="heads", dataset_name=str(file), test_split_size=None, dataset_streaming=streaming

@@ -18,8 +18,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from tokenahead import EvaByteTokenizer
 from tokenahead.training.box import code_prompts
 from tokenahead.training.evaluation import Bench, DraftMeasures, Prompt, PromptEncoder, Protocol
+from tokenahead.training.evaluation.decoding import drafting_method, plain_method
 from tokenahead.training.evaluation.drafts import text_of
-from tokenahead.training.evaluation.methods import drafting_method, plain_method
 from tokenahead.training.features import FeatureDataset, StatesSource, cache_features
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..generation.drafter import BaseDrafter, DrafterFacts
 from ..modeling.common.loading import holds_drafter_alone, read_drafter
 from ..modeling.common.remote_code import CODE_DIRECTORY, REQUIREMENT, check_choice
-from ..training.evaluation.bench import CONTROL, PLAIN
+from ..training.evaluation.decoding import CONTROL, PLAIN
 from ..training.loading import load_backbone
 from ..training.requests import CardRequest
 from ..training.results import MeasuredResults, source_mark

@@ -52,12 +52,8 @@ from .modeling.deepseek.conversion import MiMoForCausalLM
 
 warn_of_newer_version()
 
-AutoConfig.register(BlockDrafterConfig.model_type, BlockDrafterConfig)
-AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
-AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
-AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
-AutoConfig.register(PTPConfig.model_type, PTPConfig)
-AutoConfig.register(PTPStudentConfig.model_type, PTPStudentConfig)
+for _config in (BlockDrafterConfig, EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig):
+    AutoConfig.register(_config.model_type, _config)
 AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
 AutoModel.register(BlockDrafterConfig, BlockDrafter)
 AutoModel.register(EagleHeadConfig, EagleHead)

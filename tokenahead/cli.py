@@ -20,13 +20,8 @@ from .training.utils import MissingExtraError, needs_extra, one_line
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-_APART = {
-    "train": ("train.main", "train", "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
-    "regenerate": ("train.write_answers", "train", "let a backbone, or a server, write the answers to train on"),
-    "features": ("train.write_states", "train", "store the states of a frozen backbone to train on"),
-    "lm-eval": ("harness.main", "eval", "the tasks of lm-eval (its own arguments), written with drafts"),
-}
-"""Commands that read their own arguments: function, extra and help."""
+_EXTRAS = {"train": "train", "harness": "eval"}
+"""Extras of the modules of commands; of others, `demo`."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 
 
@@ -36,10 +31,11 @@ def main(argv: Sequence[str] | None = None, enter: Callable[[], object] = lambda
     Arguments are read first; `enter` imports the rest of the package where it is not yet.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    request = None if words and words[0] in _APART else _parse(words)
+    apart = [name for name, (request, *_) in _COMMANDS.items() if request is None]
+    given = words[1:] if words and words[0] in apart else _parse(words)
     try:
         enter()
-        raise SystemExit(_run_apart(words) if request is None else _COMMANDS[words[0]][1](request))
+        raise SystemExit(_COMMANDS[words[0]][1](given))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:  # the reader of our output has closed it: else the flush at exit would fail once more
@@ -50,16 +46,19 @@ def main(argv: Sequence[str] | None = None, enter: Callable[[], object] = lambda
         raise SystemExit(1) from None
 
 
-def _run_apart(words: list[str]) -> int:
-    """Run a command that reads its own arguments."""
-    home, extra, _ = _APART[words[0]]
+def _command(home: str) -> Callable[..., int]:
+    """Return what runs MODULE[.FUNCTION] of `training.commands`."""
     module, _, function = home.partition(".")
-    with needs_extra(extra, f"tokenahead {words[0]}"):
-        command = import_module(f".training.commands.{module}", __package__)
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    return getattr(command, function)(words[1:])
+    def run(given: object) -> int:
+        with needs_extra(_EXTRAS.get(module, "demo"), f"tokenahead {module}"):
+            command = import_module(f".training.commands.{module}", __package__)
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        return getattr(command, function or "main")(given)
+
+    return run
 
 
 def _parse(argv: list[str]) -> Any:
@@ -68,13 +67,12 @@ def _parse(argv: list[str]) -> Any:
     parser = requests.RequestParser(prog="tokenahead", description=about)
     version = getattr(sys.modules["tokenahead"], "__version__", None) or metadata.version("tokenahead")
     parser.add_argument("--version", action="version", version=f"tokenahead {version}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join([*_COMMANDS, *_APART])}}}")
-    for name, (kind, _, text) in _COMMANDS.items():
-        commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", request_class=kind)
-    for name, (*_, text) in _APART.items():
-        commands.add_parser(name, help=text)
+    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
+    for name, (request, _, text) in _COMMANDS.items():
+        described = f"{text[0].upper()}{text[1:]}."
+        commands.add_parser(name, help=text, description=described, request_class=request)
     given, words = parser.parse_known_args(argv)
-    kind = _COMMANDS[given.command][0]
+    kind: Any = _COMMANDS[given.command][0]
     # before Python 3.12, argparse loses an optional prompt that follows an option; one may begin with "-"
     words = [word for word in words if word != "--"]
     is_prompt = len(words) == 1 and ("--" in argv or not words[0].startswith("--"))
@@ -123,25 +121,6 @@ def _generate(request: requests.GenerateRequest) -> int:
     return 0
 
 
-def _bench(request: requests.BenchRequest) -> int:
-    with needs_extra("demo", "tokenahead bench"):
-        from .training.commands.bench import run_bench
-    return 0 if all(row.is_lossless for row in run_bench(request).results) else 1
-
-
-def _doctor(request: requests.DoctorRequest) -> int:
-    with needs_extra("demo", "tokenahead doctor"):
-        from .training.commands.doctor import run_doctor
-    return 0 if run_doctor(request).is_well else 1
-
-
-def _verify(request: requests.VerifyRequest) -> int:
-    with needs_extra("demo", "tokenahead verify"):
-        from .training.commands.verify import is_others, run_verify
-    found = run_verify(request)
-    return 1 if any(each.result == "BROKEN" and not is_others(name) for name in found for each in found[name]) else 0
-
-
 def _card(request: requests.CardRequest) -> int:
     from .model_cards.card import make_card
 
@@ -149,16 +128,16 @@ def _card(request: requests.CardRequest) -> int:
     return 0
 
 
-_COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
+_COMMANDS: dict[str, tuple[type | None, Callable[..., int], str]] = {
     "demo": (requests.DemoRequest, _demo, "watch the model in the box write with and without drafts, for a minute"),
     "generate": (requests.GenerateRequest, _generate, "complete a prompt with any checkpoint, and count what it took"),
-    "bench": (requests.BenchRequest, _bench, "measure methods side by side: speed, tokens per call, equal outputs"),
-    "doctor": (
-        requests.DoctorRequest,
-        _doctor,
-        "say why a drafter accepts little: its files, drafts along known texts",
-    ),
-    "verify": (requests.VerifyRequest, _verify, "say whether decoding functions keep the text of their model"),
+    "bench": (requests.BenchRequest, _command("bench"), "measure methods side by side: speed, calls, equal texts"),
+    "doctor": (requests.DoctorRequest, _command("doctor"), "say why a drafter accepts little"),
+    "verify": (requests.VerifyRequest, _command("verify"), "say whether decoding functions keep their model's text"),
     "card": (requests.CardRequest, _card, "write the card of a model or drafter, with results of `tokenahead bench`"),
+    "train": (None, _command("train"), "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
+    "regenerate": (None, _command("train.write_answers"), "let a backbone, or a server, write the answers to train on"),
+    "features": (None, _command("train.write_states"), "store the states of a frozen backbone to train on"),
+    "lm-eval": (None, _command("harness"), "the tasks of lm-eval (its own arguments), written with drafts"),
 }
-"""Request, what runs it, and help."""
+"""Request (None: the command reads its own arguments), what runs it, and help."""

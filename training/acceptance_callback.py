@@ -13,9 +13,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from ..generation.backbone.wrapped_models import is_sharded, readable
 from .batches import at_rest
-from .evaluation.decoding import decode, sampled
+from .evaluation.decoding import decode, drafting_method, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs
-from .evaluation.methods import drafting_method
 from .trainer_base import BaseTrainer, drafter_of
 
 _CONSTRAINED = "constrained_accepted"

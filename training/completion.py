@@ -8,8 +8,7 @@ from transformers import TextStreamer
 from transformers.utils import logging
 
 from ..generation.attach import MTPGenerationMixin
-from .evaluation.decoding import GREEDY, DecodingMode, acceptance_by_position, decode
-from .evaluation.methods import named_method, plain_method
+from .evaluation.decoding import GREEDY, DecodingMode, acceptance_by_position, decode, named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder
 from .loading import load_model, unit_of
 from .requests import GenerateRequest

@@ -20,8 +20,7 @@ from ..generation.drafter import BaseDrafter
 from .box import EXCERPTS, check_box, code_prompts, heads_in, load_box
 from .commands.bench import RESULTS, show, write
 from .evaluation.bench import Bench, Completion, Protocol, completions_of, measured_results
-from .evaluation.decoding import MODES, DecodingMode, Method
-from .evaluation.methods import drafting_method, named_method, plain_method
+from .evaluation.decoding import MODES, DecodingMode, Method, drafting_method, named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder, read_prompts
 from .loading import load_model, unit_of
 from .results import MeasuredResults, environment, hardware

@@ -11,7 +11,7 @@ from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults, render_card, write_card
 from tokenahead.model_cards.card import make_card
-from tokenahead.training.evaluation.bench import PLAIN
+from tokenahead.training.evaluation.decoding import PLAIN
 from tokenahead.training.requests import CardRequest
 from tokenahead.training.results import source_mark
 

@@ -76,29 +76,29 @@ def learned(tmp_path_factory):
     return made
 
 
+def changed(source, folder, fields=None, tensors=None):
+    """A drafter with other fields in its config, and other tensors."""
+    config, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | (fields or {})))
+    made = {name: each.contiguous().clone() for name, each in (tensors or dict)(weights).items()}
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.fixture
 def copied(learned, tmp_path):
-    """A copy of the right head, and what changes its config and its tensors."""
-
-    def change(fields=None, tensors=None, kind: str = ""):
-        source = learned(kind)
-        config, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps(config | (fields or {})))
-        save_file((tensors or dict)(weights), tmp_path / "model.safetensors", metadata={"format": "pt"})
-        return tmp_path
-
-    return change
+    """A changed copy of the right head."""
+    return lambda fields=None, tensors=None, kind="": changed(learned(kind), tmp_path, fields, tensors)
 
 
-def seen(folder, model=None, tokenizer=None, count: int = 8, new_tokens: int = 24, **options):
-    """The diagnosis of an EAGLE head in a directory."""
-    model = model or coder("llama")
-    found = diagnose_source(
-        model, tokenizer or tokenizer_of(), f"eagle:{folder}", texts()[1][:count], new_tokens=new_tokens, **options
-    )
-    for drafter in list(model.generate.drafters) if hasattr(model.generate, "drafters") else []:
-        drafter.detach()
-    return found
+def seen(folder, model=None, tokenizer=None, count: int = 8, new_tokens: int = 24, kind: str = "eagle"):
+    """The diagnosis of a drafter in a directory."""
+    model, prompts = model or coder("llama"), texts()[1][:count]
+    try:
+        return diagnose_source(model, tokenizer or tokenizer_of(), f"{kind}:{folder}", prompts, new_tokens=new_tokens)
+    finally:
+        for drafter in list(getattr(model.generate, "drafters", [])):
+            drafter.detach()
 
 
 def heads(family, dtype=torch.float32, **options):
@@ -267,27 +267,6 @@ def test_the_cause_is_named_and_no_other(copied, name):
     assert faults(found) == [check] and words in found.verdict
 
 
-@pytest.fixture
-def hurt(tmp_path):
-    """The diagnosis of a drafter that learned for a moment, after a change of its files."""
-
-    def change(drafter, steps, fields=None, tensors=None, kind="heads"):
-        taught(drafter, steps).eval().save_pretrained(tmp_path)
-        drafter.detach()
-        config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps(config | (fields or {})))
-        changed = {name: each.contiguous().clone() for name, each in (tensors or dict)(weights).items()}
-        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        spec, prompts = f"{kind}:{tmp_path}", texts()[1]
-        try:
-            return diagnose_source(coder("llama"), tokenizer_of(), spec, prompts, new_tokens=40)
-        finally:
-            for each in list(getattr(coder("llama").generate, "drafters", [])):
-                each.detach()
-
-    return change
-
-
 def permuted(name, order):
     return lambda state: state | {name: torch.cat([state[name].chunk(len(order))[index] for index in order])}
 
@@ -312,24 +291,26 @@ HURT = {
 @pytest.mark.by_day("True-fc", "True-rows", "True-head.maps, [0, 2, 1, 3]")
 @pytest.mark.parametrize("name", HURT)
 @pytest.mark.parametrize("is_hurt", [False, True])
-def test_what_is_hurt_is_named(hurt, name, is_hurt):
+def test_what_is_hurt_is_named(name, is_hurt, tmp_path):
     make, fault, check = HURT[name]
     drafter = make()
     kind = {EagleHead: "eagle", BlockDrafter: "block"}.get(type(drafter), "heads")
-    found = hurt(drafter, 80 if kind == "block" else 60, kind=kind, **fault if is_hurt else {})
-    assert faults(found) == [check] * is_hurt
+    taught(drafter, 80 if kind == "block" else 60).eval().save_pretrained(tmp_path)
+    drafter.detach()
+    folder = changed(tmp_path, tmp_path, **fault) if is_hurt else tmp_path
+    assert faults(seen(folder, count=24, new_tokens=40, kind=kind)) == [check] * is_hurt
 
 
 def test_ids_of_drafts_that_are_one_off(learned, tmp_path):
     source = learned("", draft_ids="texts()[0].unique()")
-    state = load_file(source / "model.safetensors")
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    save_file(state | {"d2t": state["d2t"] - 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = seen(tmp_path, count=24)
+    found = seen(changed(source, tmp_path, tensors=lambda state: state | {"d2t": state["d2t"] - 1}), count=24)
     assert faults(found) == ["d2t"] and "draft ids one more" in found.verdict
-    state["d2t"][:2] = torch.tensor([state["d2t"][1] + 1, state["d2t"][0] - 1])
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = seen(tmp_path)
+
+    def unsorted(state):
+        first, second, *rest = state["d2t"].tolist()
+        return state | {"d2t": torch.tensor([second + 1, first - 1, *rest])}
+
+    found = seen(changed(source, tmp_path, tensors=unsorted))
     assert faults(found) == ["loading"] and "d2t" in found.verdict
 
 
@@ -407,27 +388,23 @@ def test_a_dtype_that_cannot_hold_the_weights(copied):
     assert faults(found)[-1] == "dtype" and "norm.weight" in found.verdict
 
 
+def drafted(tokens: int, calls: float, length: int = 2) -> Drafted:
+    """What a drafter does along one text of so many tokens and calls."""
+    along = ExpectedCalls(torch.tensor([tokens]), torch.tensor([calls]), torch.zeros(1, length))
+    return Drafted(along, *torch.ones(2, 1))
+
+
 @pytest.mark.parametrize(("tokens", "is_told"), [(32, False), (512, True)])
 def test_chance_tells_no_form_of_prompts(tokens, is_told):
     """The same rates of calls, of two short answers and of eight."""
-    easy, hard = (
-        Drafted(
-            ExpectedCalls(torch.tensor([tokens]), torch.tensor([rate * tokens]), torch.zeros(1, 3)), *torch.ones(2, 1)
-        )
-        for rate in (0.53, 0.72)
-    )
+    easy, hard = (drafted(tokens, rate * tokens) for rate in (0.53, 0.72))
     assert is_easier(easy, hard) is is_told and not is_easier(hard, easy)
 
 
 def test_what_is_brought_back_is_a_share_of_what_is_lost():
     """Sixty tokens take twenty calls where both drafts are always right."""
-
-    def drafted(calls):
-        calls = ExpectedCalls(torch.tensor([60]), torch.tensor([calls]), torch.zeros(1, 2))
-        return Drafted(calls, *torch.ones(2, 1))
-
-    assert brings_back(drafted(30.0), drafted(40.0)) == 0.5 and brings_back(drafted(44.0), drafted(40.0)) == -0.2
-    assert brings_back(drafted(20.0), drafted(20.0)) == 0
+    for calls, base, share in ((30.0, 40.0, 0.5), (44.0, 40.0, -0.2), (20.0, 20.0, 0)):
+        assert brings_back(drafted(60, calls), drafted(60, base)) == share
 
 
 def test_heads_that_run_layers_of_the_model(tmp_path):

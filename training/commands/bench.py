@@ -25,9 +25,8 @@ from transformers.utils import logging
 from ... import __version__
 from ...configuration.cache_names import CACHE, cache_of
 from ...generation.backbone.wrapped_models import Kwargs
-from ..evaluation.bench import BLEU, CONTROL, EXACT, LINES, PLAIN, Bench, Protocol, largest_error, measured_results
-from ..evaluation.decoding import named_mode
-from ..evaluation.methods import methods_of
+from ..evaluation.bench import BLEU, EXACT, LINES, Bench, Protocol, largest_error, measured_results
+from ..evaluation.decoding import CONTROL, PLAIN, methods_of, named_mode
 from ..evaluation.prompts import PromptEncoder, read_prompts
 from ..loading import load_model
 from ..requests import BenchRequest
@@ -51,9 +50,12 @@ _PLAIN: Kwargs = _POINT | {"marker": "x", "color": "black"}
 _Cell = Callable[[DecodingResult], str | Text]
 
 
-def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
-    """Measure, show the table, and write results and figures; after an interruption, of what is there."""
-    console = console or Console(highlight=False, emoji=False)
+def main(request: BenchRequest) -> int:
+    """Measure, show the table, and write results and figures; after an interruption, of what is there.
+
+    Return 0 where all methods are lossless, else 1.
+    """
+    console = Console(highlight=False, emoji=False)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
@@ -66,7 +68,6 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     settings = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
     if file.is_file():
         check_same(f"--output {request.output}", json.loads(file.read_text(encoding="utf-8")), settings)
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     methods, refused = methods_of(request.methods, model)
@@ -115,7 +116,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
         raise interrupted
     for words in recommendation(model, measured.results) if request.recommend else ():
         console.print(words, markup=False)
-    return measured
+    return 0 if all(row.is_lossless for row in measured.results) else 1
 
 
 def _none_measured(reasons: Mapping[str, object]) -> ValueError:
@@ -124,12 +125,23 @@ def _none_measured(reasons: Mapping[str, object]) -> ValueError:
 
 
 def show(console: Console, measured: MeasuredResults) -> None:
-    """Print the tables, one per way of decoding and batch size with a row per method, and their explanation."""
-    for (mode, batch), rows in groupby(measured.results, key=_setting):
-        settings = list(rows)
-        for title, columns in ((f"{mode}, batch {batch}", _COLUMNS), ("", _DETAILS), ("", _QUALITY)):
-            if columns is not _QUALITY or any(row.quality for row in settings):
-                console.print(_table(title, settings, measured.unit, columns))
+    """Print the tables, three per way of decoding and batch size with a row per method, and their explanation.
+
+    Columns without a value are left out; a table fits into 80 characters.
+    """
+    for (mode, batch), group in groupby(measured.results, key=_setting):
+        rows, title = list(group), f"{mode}, batch {batch}"
+        for columns in (_COLUMNS, _DETAILS, _QUALITY):
+            if not (shown := {head: cell for head, cell in columns.items() if any(cell(row) for row in rows)}):
+                continue
+            table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+            table.add_column("method", overflow="fold")
+            for head in shown:
+                table.add_column(head.replace("UNIT", f"{measured.unit}s"), justify="right", no_wrap=True)
+            for row in rows:
+                table.add_row(Text(escaped(row.method or row.name)), *(cell(row) for cell in shown.values()))
+            console.print(table)
+            title = ""
     for words in explanation(measured):
         console.print(words, markup=False)
 
@@ -145,18 +157,6 @@ def _setting(row: DecodingResult) -> tuple[str, int]:
     return row.decoding or row.name, row.batch_size
 
 
-def _table(title: str, rows: list[DecodingResult], unit: str, columns: dict[str, _Cell]) -> Table:
-    """Return the columns that have values in some row; a table fits into 80 characters."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    shown = {head: cell for head, cell in columns.items() if any(cell(row) for row in rows)}
-    table.add_column("method", overflow="fold")
-    for head in shown:
-        table.add_column(head.replace("UNIT", f"{unit}s"), justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(Text(escaped(row.method or row.name)), *(cell(row) for cell in shown.values()))
-    return table
-
-
 def _number(value: Number | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
@@ -167,8 +167,8 @@ def _claimed(cell: _Cell) -> _Cell:
 
 
 def _expected(row: DecodingResult) -> str:
-    length = "" if row.expected_tokens_per_call is None else f" ({len(row.expected_by_position)})"
-    return _number(row.expected_tokens_per_call) + length
+    expected = row.expected_tokens_per_call
+    return "" if expected is None else f"{expected:.2f} ({len(row.expected_by_position)})"
 
 
 def _speed(row: DecodingResult) -> str | Text:
@@ -191,8 +191,8 @@ def _same(row: DecodingResult) -> str | Text:
     return f"{words} + {row.near_ties} ties" if row.is_lossless else Text(f"{words} NOT LOSSLESS", "bold red")
 
 
-def _macro(row: DecodingResult) -> Number | None:
-    return fmean(row.category_speed_ups.values()) if row.category_speed_ups else None
+def _macro(row: DecodingResult) -> str:
+    return _number(fmean(row.category_speed_ups.values())) if row.claims_speed and row.category_speed_ups else ""
 
 
 _COLUMNS: dict[str, _Cell] = {
@@ -210,7 +210,7 @@ _QUALITY: dict[str, _Cell] = {
 _DETAILS: dict[str, _Cell] = {
     "whole\ncalls": lambda row: _number(row.whole_speed_ups[1]) if row.claims_speed and row.whole_speed_ups else "",
     "micro": lambda row: _number(row.micro_speed_up) if row.claims_speed else "",
-    "macro": lambda row: _number(_macro(row)) if row.claims_speed else "",
+    "macro": _macro,
     "ms of\ndrafts": lambda row: _number(row.draft_ms, ".1f"),
     "ms of\nprompt": lambda row: _number(row.prompt_ms, ".0f"),
     "re-\npeat": lambda row: _number(row.repeated_share, ".0%"),
@@ -228,9 +228,8 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
         "texts of which more than half repeats itself, here or in plain decoding; they are in no figure. Same texts: "
         "greedy ones; those that differ by rounding alone are ties."
     )
-    for (mode, batch), ratios in {
-        _setting(row): row.plain_ratios for row in measured.results if row.is_unstable
-    }.items():
+    unstable = {_setting(row): row.plain_ratios for row in measured.results if row.is_unstable}
+    for (mode, batch), ratios in unstable.items():
         yield (
             f"{mode}, batch {batch}: plain decoding ran at {min(ratios):.2f} to {max(ratios):.2f} times its own speed "
             "by turns, so that no speed-up is reported: let the machine do nothing else, or measure for longer."
@@ -312,24 +311,24 @@ def bench_figure(measured: MeasuredResults) -> Figure:
             words = "texts loop: no claim" if shown else "plain decoding is unstable: no claim"
             axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center")
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-        axes.set_ylim(bottom=0)
-        axes.set(ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4))
+        axes.set(ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4), ylim=(0, None))
         axes.set_xticks(range(len(categories)), categories, **turned)
         axes.grid(axis="y", alpha=0.3)
-    named = [Line2D([], [], label=name, color=style["color"], linewidth=6) for name, style in styles.items()]
-    figure.legend(handles=named, loc="outside lower center", ncols=3)
+    _label(figure, {name: {"color": style["color"], "linewidth": 6} for name, style in styles.items()})
     return figure
 
 
 def frontier_figure(measured: MeasuredResults) -> Figure:
     """Draw tokens per call against milliseconds per call, with lines of equal speed."""
-    styles = _styles(measured)
+    styles: dict[str | None, Kwargs] = {name: _POINT | style for name, style in _styles(measured).items()}
     figure, panels = _grid(measured, 4.6, 4.2)
     for rows, axes in panels:
         points = {row.method: (row.call_ms, _per_call(row)) for row in rows if row.call_ms is not None}
-        for row in (row for row in rows if row.method in points and row.method in {PLAIN, *styles}):
-            style = _POINT | styles.get(row.method, {}) | ({} if row.claims_speed else _HOLLOW)
-            axes.plot(*([value] for value in points[row.method]), **_PLAIN if row.method == PLAIN else style)
+        for row in rows:
+            style = _PLAIN if row.method == PLAIN else styles.get(row.method)
+            if style is not None and row.method in points:
+                hollow = {} if row.claims_speed or row.method == PLAIN else _HOLLOW
+                axes.plot(*points[row.method], **style | hollow)
         right = 1.25 * max((ms for ms, _ in points.values()), default=1.0)
         top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()), 0.0)
         axes.set(xlim=(0, right), ylim=(0, top))
@@ -341,13 +340,16 @@ def frontier_figure(measured: MeasuredResults) -> Figure:
                 axes.plot([0, x], [0, y], color="grey", linewidth=0.7, linestyle=":")
                 axes.annotate(f"{ratio:g}x", (x, y), color="grey", fontsize=8, ha="right", va="top")
         axes.set(xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
-    named = [Line2D([], [], label=name, **_POINT | style) for name, style in styles.items()]
-    named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
+    styles[f"one {measured.unit} at a time"] = _PLAIN
     if not all(row.claims_speed for row in measured.results):
-        point: Kwargs = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
-        named.append(Line2D([], [], label="hollow: loops or unstable, no claim", **point))
-    figure.legend(handles=named, loc="outside lower center", ncols=3)
+        styles["hollow: loops or unstable, no claim"] = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
+    _label(figure, styles)
     return figure
+
+
+def _label(figure: Figure, styles: Mapping[str | None, Kwargs]) -> None:
+    lines = [Line2D([], [], label=name, **style) for name, style in styles.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=3)
 
 
 def _grid(

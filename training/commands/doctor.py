@@ -22,16 +22,9 @@ from ..utils import escaped
 _STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red"}
 
 
-def run_doctor(request: DoctorRequest) -> Diagnosis:
-    """Look a drafter over, and show what was seen.
-
-    Raises:
-        FileNotFoundError: No such model, drafter or prompts.
-        ValueError: No drafter to look at, or prompts that cannot be read.
-        OSError: What the Hub cannot give.
-    """
+def main(request: DoctorRequest) -> int:
+    """Look a drafter over, and show what was seen; return 0 where nothing is at fault, else 1."""
     console = Console(highlight=False, emoji=False)
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     prompts = requests(further=True)
     if request.prompts:
@@ -45,7 +38,12 @@ def run_doctor(request: DoctorRequest) -> Diagnosis:
     diagnosis = diagnose_source(model, tokenizer, spec, prompts, not request.raw, request.new_tokens)
     if request.json:
         console.print(json.dumps(diagnosis.as_dict()), markup=False, soft_wrap=True)
-        return diagnosis
+    else:
+        _show(console, diagnosis)
+    return 0 if diagnosis.is_well else 1
+
+
+def _show(console: Console, diagnosis: Diagnosis) -> None:
     options = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
     checks = Table("check", "", "what was seen", **options)
     for finding in diagnosis.findings:
@@ -57,4 +55,3 @@ def run_doctor(request: DoctorRequest) -> Diagnosis:
     for table in (checks, depths):
         console.print(table)
     console.print(Text(escaped(diagnosis.verdict), "green" if diagnosis.is_well else "bold red"))
-    return diagnosis

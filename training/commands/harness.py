@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ..evaluation.methods import PLAIN, methods_of
+from ..evaluation.decoding import PLAIN, methods_of
 from ..utils import needs_extra
 
 with needs_extra("eval", "tokenahead lm-eval"):

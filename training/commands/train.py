@@ -45,25 +45,25 @@ from .. import loading
 from ..acceptance_callback import AcceptanceCallback
 from ..batches import Inputs, is_row_wise, taken_columns
 from ..checkpoints import last_whole_checkpoint, require_whole, steps_of
-from ..columns import PER_TOKEN, template_options
+from ..columns import PER_TOKEN, read_rows, template_options
 from ..endpoint import Endpoint
 from ..features import STATES, FeatureDataset, ServerStates, cache_features
 from ..loading import has_adapters
 from ..parts import of_first
 from ..ptp.losses import PTPOptions
-from ..regeneration import regenerate
+from ..regeneration import RegeneratedText, holds_text, regenerate
 from ..results import environment
 from ..strategy import TrainingStrategy, set_loss_options
 from ..trainer_base import BaseTrainer, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import check_same, needs_extra, replace_file
-from .data import load_data
 from .settings import KINDS, ApartArguments, DrafterArguments, Settings, filled, read_settings
 
 with needs_extra("train", "tokenahead train"):
     import yaml
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
     from trl.data_utils import maybe_convert_to_chatml
+    from trl.scripts.utils import get_dataset
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
 RUN = "run.json"
@@ -77,6 +77,7 @@ _SECRET = re.compile(r".*(token|api.?key)")  # of names
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "trl")
 _OF_STORED = {"aux_layers", "feature_layers", "sample_from_anchor", "block_size", "ignore_fields"}
 """Options of a drafter that exists."""
+_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 
 
 @dataclass(frozen=True)
@@ -396,6 +397,51 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     if pushes:
         trainer.push_to_hub(dataset_name=data_names)
     return trainer
+
+
+def load_data(settings: Settings, with_evaluation: bool) -> dict[str, Dataset | IterableDataset]:
+    """Return training data by `"train"`, and by `"eval"` those to evaluate on: a split, or a share of all rows.
+
+    `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a directory of such
+    files, of `Dataset.save_to_disk` or of `regenerate` (whose completions alone are scored), or a name on the Hub;
+    `datasets` is a mixture of them, as in TRL.
+    """
+    data: Any = _loaded(settings)
+    names = {"train": settings.data.dataset_train_split}
+    if with_evaluation:
+        names["eval"] = settings.data.dataset_test_split
+    if not isinstance(data, dict):
+        data = {names["train"]: data}
+    size, train = settings.mixture.test_split_size, data.get(names["train"])
+    if with_evaluation and size is not None and names["eval"] not in data and isinstance(train, Dataset):
+        parts = train.train_test_split(test_size=size, seed=settings.training.seed)
+        data = {**data, names["train"]: parts["train"], names["eval"]: parts["test"]}
+    for kind, name in names.items():
+        if name not in data:
+            raise ValueError(
+                f"dataset_{kind.replace('eval', 'test')}_split={name!r}: the data have {', '.join(map(repr, data))}; "
+                "name one of these, or set test_split_size (of no stream), or eval_strategy='no'"
+            )
+        if next(iter(data[name]), None) is None:
+            raise ValueError(f"the {kind} data are empty")
+    return {kind: read_rows(data[each], f"a row of the {kind} data", settings.training) for kind, each in names.items()}
+
+
+def _loaded(settings: Settings) -> object:
+    name, mixture = settings.data.dataset_name, settings.mixture
+    streaming = settings.data.dataset_streaming or mixture.streaming
+    if mixture.datasets:
+        return get_dataset(replace(mixture, streaming=streaming, test_split_size=None))
+    if name is None:
+        raise ValueError("dataset_name is missing: a file, a directory or a name on the Hub; or `datasets`, a mixture")
+    path = Path(name)
+    if path.is_file() and path.suffix in _BUILDERS:
+        return load_dataset(_BUILDERS[path.suffix], data_files={"train": name}, streaming=streaming)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return load_from_disk(name)
+    if holds_text(path):
+        return RegeneratedText(path).to_dataset()
+    return load_dataset(name, settings.data.dataset_config, streaming=streaming)
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> BaseTrainer:

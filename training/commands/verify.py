@@ -21,28 +21,38 @@ from ..utils import escaped, one_line
 _STYLES = {KEPT: "green", REFUSED: "dim", BROKEN: "bold red"}
 
 
-def run_verify(request: VerifyRequest) -> dict[str, list[Verified]]:
-    """Look decoding functions over, and show what each keeps.
-
-    Raises:
-        ValueError: No such function.
-    """
+def main(request: VerifyRequest) -> int:
+    """Look decoding functions over, and show what each keeps; return 1 where one is broken that is not known to be."""
     console = Console(highlight=False, emoji=False)
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     wanted = request.decoders or ([] if request.function else [*DECODERS])
     if unknown := [name for name in wanted if name not in DECODERS]:
         raise ValueError(f"--decoders {unknown[0]}: choose of {', '.join(map(repr, DECODERS))}")
     decoders = {name: DECODERS[name] for name in wanted} | {name: _found(name) for name in request.function or []}
     found = {name: verify(decode, request.samples) for name, decode in decoders.items()}
+    broken = {name: checks for name in found if (checks := _names_of(found[name], BROKEN))}
+    # faults of other libraries' functions are known (docs/upstream.md)
+    ours = [name for name in broken if name not in DECODERS or ":" not in name]
     if request.json:
         values = {name: [asdict(each) for each in checks] for name, checks in found.items()}
         console.print(json.dumps(values), markup=False, soft_wrap=True)
     elif request.markdown:
         console.print(_markdown(found), markup=False, soft_wrap=True)
     else:
-        show(console, found)
-    return found
+        _show(console, found, broken, ours)
+    return 1 if ours else 0
+
+
+def _show(console: Console, found: dict[str, list[Verified]], broken: dict[str, list[str]], ours: list[str]) -> None:
+    for name, checks in found.items():
+        table = Table("check", "", "", title=name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for each in checks:
+            table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
+        console.print(table)
+    console.print(f"{len(found) - len(broken)} of {len(found)} keep all that they do not refuse.", markup=False)
+    for name, checks in broken.items():
+        known = "" if name in ours else " (not ours, known)"
+        console.print(f"{name}: {', '.join(checks)} {BROKEN}{known}", markup=False)
 
 
 def _found(name: str) -> Decoder:
@@ -56,31 +66,14 @@ def _found(name: str) -> Decoder:
         sys.path.remove(here)
 
 
-def is_others(name: str) -> bool:
-    """Return whether a decoding function is another library's, whose faults are known (docs/upstream.md)."""
-    return name in DECODERS and ":" in name
-
-
-def show(console: Console, found: dict[str, list[Verified]]) -> None:
-    """Print a table for each function, how many keep all, and what others break."""
-    for name, checks in found.items():
-        table = Table("check", "", "", title=name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for each in checks:
-            table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
-        console.print(table)
-    broken = {name: [each.check for each in checks if each.result == BROKEN] for name, checks in found.items()}
-    whole = sum(not checks for checks in broken.values())
-    console.print(f"{whole} of {len(found)} keep all that they do not refuse.", markup=False)
-    for name in filter(broken.get, broken):
-        known = " (not ours, known)" * is_others(name)
-        console.print(f"{name}: {', '.join(broken[name])} {BROKEN}{known}", markup=False)
+def _names_of(checks: list[Verified], result: str) -> list[str]:
+    return [each.check for each in checks if each.result == result]
 
 
 def _markdown(found: dict[str, list[Verified]]) -> str:
     """Return one table of what each function keeps."""
     lines = ["| decoding function | kept | refused | BROKEN |", "|---|---|---|---|"]
     for name, checks in found.items():
-        of = {result: [each.check for each in checks if each.result == result] for result in _STYLES}
-        shown = [f"{len(of[KEPT])} of {len(checks)}", "; ".join(of[REFUSED]), "; ".join(of[BROKEN])]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+        kept, refused, broken = (_names_of(checks, result) for result in (KEPT, REFUSED, BROKEN))
+        lines.append(f"| {name} | {len(kept)} of {len(checks)} | {'; '.join(refused)} | {'; '.join(broken)} |")
     return "\n".join(lines)

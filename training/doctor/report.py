@@ -28,9 +28,8 @@ from ...modeling.common.learning import DraftModel
 from ...modeling.common.loading import drafter_class, read_drafter
 from ...modeling.eagle.conversion import SHOWN_BY, own_name
 from ...modeling.heads.losses import IGNORE
-from ..evaluation.decoding import GREEDY, Method, Row, acceptance_by_position, decode
+from ..evaluation.decoding import GREEDY, Method, Row, acceptance_by_position, decode, drafting_method, named_method
 from ..evaluation.drafts import Batch, has_probs, usual_drafts
-from ..evaluation.methods import drafting_method, named_method
 from ..evaluation.prompts import Prompt, PromptEncoder, groups_of
 from ..utils import one_line
 from .trials import Drafted, Trial, along, answered, brings_back, is_easier, is_surer, reach, remembered, trials_of
@@ -118,10 +117,6 @@ def diagnose_source(
     """Return what is wrong with a drafter that is stored, as `tokenahead bench` names it: `KIND[:SOURCE]`.
 
     One that cannot be loaded is diagnosed by its files. Further arguments are those of `diagnose`.
-
-    Raises:
-        ValueError: No kind of drafter.
-        OSError: No such directory, or what the Hub cannot give.
     """
     source = spec.partition(":")[2].partition("?")[0] or None
     try:
@@ -237,14 +232,15 @@ def _of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
     """Return whether a drafter learned on this backbone, by the fingerprint of its config."""
     config = getattr(drafter, "config", None)
     recorded, actual = field(config, "backbone_fingerprint"), fingerprint(backbone)
+    state, words = NOTE, "it is that of unembedding and last norm alone; no layers are recorded or read"
     if recorded is None or actual is None:
         made_for = field(config, "base_model_name_or_path")
-        return Finding("fingerprint", NOTE, f"none is recorded, or these weights cannot be read; made for {made_for}")
-    if not same_backbone(recorded, actual):
-        return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
-    if "/" in recorded and "/" in actual:
-        return Finding("fingerprint", OK, "the drafter learned on this backbone")
-    return Finding("fingerprint", NOTE, "it is that of unembedding and last norm alone; no layers are recorded or read")
+        words = f"none is recorded, or these weights cannot be read; made for {made_for}"
+    elif not same_backbone(recorded, actual):
+        state, words = FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}"
+    elif "/" in recorded and "/" in actual:
+        state, words = OK, "the drafter learned on this backbone"
+    return Finding("fingerprint", state, words)
 
 
 def _of_tokenizers(

@@ -20,9 +20,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import product
-from operator import add
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -38,6 +37,7 @@ from ..loading import unit_of
 from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environment, hardware
 from ..utils import needs_extra, one_line, replace_file
 from .decoding import (
+    CONTROL,
     GREEDY,
     MODES,
     DecodingMode,
@@ -48,11 +48,9 @@ from .decoding import (
     drafted_flags,
     repeated_share,
 )
-from .drafts import DraftMeasures, ExpectedCalls, ratio_of_sums, text_of
+from .drafts import Batch, DraftMeasures, ExpectedCalls, ratio_of_sums, text_of
 from .prompts import Prompt, PromptEncoder, groups_of
 
-PLAIN, CONTROL = "plain", "plain, again"
-"""Names of decoding without drafts, and of the same a second time."""
 LINES = "lines.jsonl"
 """Name of the file of what was measured, as it was measured: a list of rows for each unit."""
 EXACT, BLEU = "exact match", "BLEU"
@@ -62,9 +60,7 @@ _WARM_UP = 8  # tokens of a first call that is not measured, because it also set
 _WIDTH, _BLOCKS = 6, 4  # tokens of a block, and blocks of an output, along which the error of logits is measured
 _TOP = 10  # likeliest tokens whose logits are compared
 _OUTPUTS = 4  # along which the error is measured
-_Batch = dict[str, torch.Tensor]
 _Unit = tuple[list[Prompt], DecodingMode, int]
-_Key = tuple[tuple[str, ...], str, int]
 _Pair = tuple[Row, Row]  # what a method did, and plain decoding in the same turn of the same prompts
 
 
@@ -122,9 +118,9 @@ class Bench:
         self.writer.check(prompts)
         self.prompts = {prompt.name: prompt for prompt in prompts}
         units, known = self._units(prompts), self._read()
-        self.lines = [row for unit in units for row in known.get(_key(unit), [])]
+        missing = [unit for key, unit in units.items() if key not in known]
+        self.lines = [row for key in units for row in known.get(key, [])]
         self.refused |= {(row.method, row.mode, row.batch_size): row.error for row in self.lines if row.error}
-        missing = [unit for unit in units if _key(unit) not in known]
         done, started, longest = len(units) - len(missing), time.monotonic(), 0.0
         on_unit(done, len(units))
         settings = len(self.protocol.modes) * len(self.protocol.batch_sizes)
@@ -140,23 +136,24 @@ class Bench:
             longest, done = max(longest, time.monotonic() - started - spent), done + 1
             on_unit(done, len(units))
 
-    def _units(self, prompts: Sequence[Prompt]) -> list[_Unit]:
-        """Return the units in an order in which all settings advance alike."""
-        units = []
-        for batch_size in self.protocol.batch_sizes:
+    def _units(self, prompts: Sequence[Prompt]) -> dict[tuple[object, ...], _Unit]:
+        """Return the units by `Row.place`, in an order in which all settings advance alike."""
+        units = dict[tuple[object, ...], tuple[float, _Unit]]()
+        for batch_size, mode in product(self.protocol.batch_sizes, self.protocol.modes):
             groups = groups_of(prompts, batch_size, self.protocol.per_category)
             for index, group in enumerate(groups):
-                units += [(index / len(groups), (group, mode, batch_size)) for mode in self.protocol.modes]
-        return [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
+                place = (*(prompt.name for prompt in group), mode.name, batch_size, 0)
+                units[place] = index / len(groups), (group, mode, batch_size)
+        return {place: unit for place, (_, unit) in sorted(units.items(), key=lambda each: each[1][0])}
 
-    def _read(self) -> dict[_Key, list[Row]]:
+    def _read(self) -> dict[tuple[object, ...], list[Row]]:
         """Return the rows of whole units, and leave only these in the file."""
         if self.file is None or not self.file.is_file():
             return {}
         *whole, _ = self.file.read_text(encoding="utf-8").split("\n")  # the last line may have been cut off
         replace_file(self.file, "".join(f"{line}\n" for line in whole))
         units = [[Row(**row) for row in json.loads(line)] for line in whole]
-        return {(tuple(rows[0].prompts), rows[0].mode, rows[0].batch_size): rows for rows in units}
+        return {rows[0].place: rows for rows in units}
 
     def _measure(self, group: Sequence[Prompt], mode: DecodingMode, batch_size: int, number: int) -> list[Row]:
         device = self.methods[0].model.device
@@ -167,10 +164,12 @@ class Bench:
                 self._tried(method, batch, mode, batch_size, min(_WARM_UP, self.protocol.new_tokens))
         for restore in self.restore_points:
             restore()
-        forced = {"min_new_tokens": self.protocol.new_tokens} if self.protocol.forces_length else {}
-        mode = replace(mode, options=mode.options | forced)
-        names, categories = [prompt.name for prompt in group], {prompt.category for prompt in group}
-        answers: dict[str, list[str]] = {name: [] for name in names}
+        if self.protocol.forces_length:
+            mode = replace(mode, options=mode.options | {"min_new_tokens": self.protocol.new_tokens})
+        categories = {prompt.category for prompt in group}
+        facts: Fields = {"prompts": [prompt.name for prompt in group], "mode": mode.name, "batch_size": batch_size}
+        facts["category"] = "mixed" if len(categories) > 1 else group[0].category
+        answers: dict[str, list[str]] = {name: [] for name in facts["prompts"]}
         rows: list[Row] = []
         for turn in range(max(len(prompt.turns) for prompt in group)):
             here = [prompt for prompt in group if len(prompt.turns) > turn]
@@ -178,22 +177,19 @@ class Bench:
             # another one for each turn, for plain decoding would else answer a turn as it answered the one before
             seed = zlib.crc32(f"{self.protocol.seed} {turn} {[prompt.name for prompt in here]}".encode())
             found = self._turn(batch, mode, batch_size, number + turn, seed)
-            for row in found:
-                row.prompts, row.turn, row.mode, row.batch_size = names, turn, mode.name, batch_size
-                row.category = "mixed" if len(categories) > 1 else group[0].category
-            rows += found
+            rows += [replace(row, turn=turn, **facts) for row in found]
             if found[0].error is not None:
                 break
             for prompt, ids in zip(here, found[0].ids):
                 answers[prompt.name].append(self.writer.answer(ids))
         return rows
 
-    def _turn(self, batch: _Batch, mode: DecodingMode, batch_size: int, number: int, seed: int) -> list[Row]:
+    def _turn(self, batch: Batch, mode: DecodingMode, batch_size: int, number: int, seed: int) -> list[Row]:
         """Return what the methods do, in their order, with differences from plain decoding, and expected calls."""
         shift, found = number % len(self.methods), dict[str, Row]()
         for method in [*self.methods[shift:], *self.methods[:shift]]:
-            found[method.name] = self._tried(method, batch, mode, batch_size, self.protocol.new_tokens, seed)
-            found[method.name].method = method.name
+            row = self._tried(method, batch, mode, batch_size, self.protocol.new_tokens, seed)
+            found[method.name] = replace(row, method=method.name)
         rows = [found[method.name] for method in self.methods]
         plain, prompts = rows[0], [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
         for method, row in zip(self.methods[1:], rows[1:]):
@@ -205,18 +201,17 @@ class Bench:
                 measures = DraftMeasures(mode.temperature, expectation[1])
                 for prompt, ids in zip(prompts, plain.ids):
                     measures.add(method.drafter, text_of(prompt[None], prompt.new_tensor([ids])))
-                row.expected = {rule: calls.as_lists() for rule, calls in measures.calls.items()}.get(expectation[0])
+                if (calls := measures.calls.get(expectation[0])) is not None:
+                    row.expected = {name: values.tolist() for name, values in vars(calls).items()}
         return rows
 
     def _tried(
-        self, method: Method, batch: _Batch, mode: DecodingMode, batch_size: int, new_tokens: int, seed: int = 0
+        self, method: Method, batch: Batch, mode: DecodingMode, batch_size: int, new_tokens: int, seed: int = 0
     ) -> Row:
         """Return a row, or why there is none; the method is then left out of this setting."""
-        first = self.methods[0].name
-        if reason := self.refused.get((first, mode.name, batch_size)):  # then there is nothing to compare with
-            return Row(error=f"{first}: {reason}")
-        if reason := self.refused.get((method.name, mode.name, batch_size)):
-            return Row(error=reason)
+        for name in (self.methods[0].name, method.name):  # without plain decoding there is nothing to compare with
+            if reason := self.refused.get((name, mode.name, batch_size)):
+                return Row(error=reason if name == method.name else f"{name}: {reason}")
         try:
             return decode(method, batch, mode, new_tokens, seed)
         except Exception as error:  # whatever it is, of our code or of transformers', the other methods go on
@@ -249,11 +244,6 @@ class Bench:
         if len(errors) < _OUTPUTS:
             errors.append(block_error(self.methods[0].model, prompt, prompt.new_tensor(expected), batch_size))
         return {"index": index, "gap": gap, "error": max(errors)}
-
-
-def _key(unit: _Unit) -> _Key:
-    group, mode, batch_size = unit
-    return tuple(prompt.name for prompt in group), mode.name, batch_size
 
 
 @torch.no_grad()
@@ -297,24 +287,19 @@ def largest_error(rows: Sequence[Row]) -> float:
 def results_of(bench: Bench) -> list[DecodingResult]:
     """Return all results, beside the control's ratios; the error of logits is the largest that was measured."""
     rows, results = [row for row in bench.lines if row.error is None], list[DecodingResult]()
-    plain = {_place(row): row for row in rows if row.method == bench.methods[0].name}
+    plain, error = {row.place: row for row in rows if row.method == bench.methods[0].name}, largest_error(rows)
     for batch_size, mode in product(bench.protocol.batch_sizes, bench.protocol.modes):
-        here = [row for row in rows if (row.mode, row.batch_size) == (mode.name, batch_size) and _place(row) in plain]
+        here = [row for row in rows if (row.mode, row.batch_size) == (mode.name, batch_size) and row.place in plain]
         found = []
         for method in bench.methods:
             if own := [row for row in here if row.method == method.name]:
-                pairs = [(row, plain[_place(row)]) for row in own]
-                found.append(result_of(method.name, mode, batch_size, pairs, largest_error(bench.lines)))
-                found[-1].source = method.source
-                found[-1].quality = _quality(bench, own) if bench.protocol.scores else {}
+                result = result_of(method.name, mode, batch_size, [(row, plain[row.place]) for row in own], error)
+                quality = _quality(bench, own) if bench.protocol.scores else {}
+                found.append(replace(result, source=method.source, quality=quality))
         control = next((each for each in found if each.method == CONTROL and each.micro_speed_up), None)
         ratios = [*control.speed_ups, control.micro_speed_up] if control is not None else []
         results += [replace(each, plain_ratios=ratios) for each in found]
     return results
-
-
-def _place(row: Row) -> tuple[tuple[str, ...], str, int, int]:
-    return tuple(row.prompts), row.mode, row.batch_size, row.turn
 
 
 def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[_Pair], error: float) -> DecodingResult:
@@ -329,15 +314,16 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
         if run.new_tokens and row.new_tokens
     ]
     categories = sorted({run.category for run in written})
-    ratios = {each: [ratio for run, _, ratio in timed if run.category == each] for each in categories}
+    speed_ups = {each: [ratio for run, _, ratio in timed if run.category == each] for each in categories}
     rates = {each: _per_verification([run for run in written if run.category == each])[0] for each in categories}
     later = [run for run in runs if run.forwards > 1]
     drafting = [1000 * run.draft_seconds / (run.forwards - 1) for run in later if run.draft_seconds is not None]
     accepted = [count for run in written for counts in run.accepted for count in counts]
     length = max((count for run in written for counts in run.drafted for count in counts), default=0)
     tokens_per_verification, standard_error = _per_verification(written)
-    along = [ExpectedCalls.from_lists(run.expected) for run in written if run.expected is not None]
-    expected = reduce(add, along) if along else None
+    along = [run.expected.values() for run in written if run.expected is not None]
+    sums = [torch.cat([torch.tensor(each, dtype=torch.float64) for each in part]) for part in zip(*along)]
+    expected = ExpectedCalls(*sums) if sums else None
     compared = [each for run, _ in pairs for each in run.differences]
     different = [each for each in compared if each is not None]
     return DecodingResult(
@@ -364,7 +350,7 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
         speed_ups=_quartiles([ratio for *_, ratio in timed]),
         whole_speed_ups=_quartiles(whole),
         micro_speed_up=_micro([run for run, *_ in timed]) / _micro([row for _, row, _ in timed]) if timed else None,
-        category_speed_ups={each: median(own) for each, own in ratios.items() if own},
+        category_speed_ups={each: median(own) for each, own in speed_ups.items() if own},
         category_tokens_per_call={each: rate for each, rate in rates.items() if rate},
         draft_length=length or None,
         accepted_by_position=acceptance_by_position(accepted, length) if accepted else [],

@@ -1,30 +1,67 @@
-"""One call of `generate`: ways of decoding, methods, and what a call took and wrote."""
+"""Ways of decoding, methods by name (drafters of this library, and transformers' own), and what one call took."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
+import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import torch
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...configuration.cache_names import cache_of
 from ...configuration.ptp import SAMPLING
-from ...generation.backbone.wrapped_models import Kwargs
+from ...generation.assistant.drafter import AssistantDrafter
+from ...generation.attach import MTPGenerationMixin
+from ...generation.backbone.wrapped_models import Kwargs, carries_adapters
 from ...generation.call.options import first_set
-from ..results import Number
-from ..utils import eos_ids, until_end
-from .drafts import GREEDY_RULE, SAMPLED, has_probs, usual_drafts
+from ...generation.lookups.cascade import DrafterCascade
+from ...generation.lookups.lookahead import LookaheadDrafter
+from ...generation.lookups.ngram import NgramDrafter
+from ...generation.lookups.recycling import RecyclingDrafter
+from ...generation.lookups.suffix import SuffixDrafter
+from ...generation.tensors.tensor_files import check_index
+from ..loading import load_drafter
+from ..results import Number, source_mark
+from ..utils import eos_ids, one_line, until_end
+from .drafts import GREEDY_RULE, SAMPLED, Batch, has_probs, usual_drafts
 
+PLAIN, CONTROL = "plain", "plain, again"
+"""Names of decoding without drafts, and of the same a second time."""
 _FREE = ("verification", "num_assistant_tokens", "assistant_model", "use_mtp")
 """Options that do not change the output."""
 _CHANGES = {"repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
             "bad_words_ids", "suppress_tokens", "sequence_bias", "min_length", "min_new_tokens",
             "num_assistant_tokens_schedule", "assistant_confidence_threshold"}  # fmt: skip
+_ALONE = ("auto", "heads", "eagle", "block", "student")
+"""Kinds whose figures are those of the drafter in their source."""
+_WITH_SOURCE = (*_ALONE, "assistant", "cascade", "transformers:assistant")
+_IGNORE = "ignore_fields"
+_UNTRAINED: dict[str, Any] = {
+    "ngram": NgramDrafter, "suffix": SuffixDrafter, "recycling": RecyclingDrafter, "lookahead": LookaheadDrafter
+}  # fmt: skip
+_KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("own", "ngram", "suffix", "recycling"), ()),
+    "lookahead": ("window", "ngram_size", "candidates"),
+    "assistant": (),
+    **dict.fromkeys(("auto", "heads", "student"), (_IGNORE,)),
+    "eagle": (_IGNORE, "aux_layers"),
+    "block": (_IGNORE, "feature_layers", "sample_from_anchor", "block_size"),
+    "cascade": (_IGNORE, "least", "joins"),
+    **dict.fromkeys(("transformers:prompt_lookup", "transformers:assistant", "transformers:use_mtp"), ()),
+}
+"""By kind, options of the drafter, and not of `generate`."""
+_SPEC = re.compile(r"(?:(?P<name>[^=:?]+)=)?(?P<kind>(?:transformers:)?\w+)(?::(?P<source>[^?]+))?(?:\?(?P<query>.*))?")
+_UNFIT = (ValueError, TypeError, OSError, RuntimeError, NotImplementedError, StrictDataclassError)
+"""What says that a drafter does not fit, or is damaged."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +141,12 @@ class Method:
 class Row:
     """What a method took, and wrote after the prompts of one call of `generate`; the first six are a bench's."""
 
+    method: str = ""
     prompts: list[str] = field(default_factory=list)  # names of the group
     category: str = ""  # of its prompts
-    turn: int = 0  # of the prompts, from 0
     mode: str = ""
     batch_size: int = 1
-    method: str = ""
+    turn: int = 0  # of the prompts, from 0
     ids: list[list[int]] = field(default_factory=list)  # new ids of each sequence
     calls: list[int] = field(default_factory=list)  # of the backbone that served each, that of the prompt included
     forwards: int = 0  # of the backbone
@@ -123,6 +160,11 @@ class Row:
     differences: list[dict[str, Any] | None] = field(default_factory=list)  # from greedy plain outputs; None: equal
     expected: dict[str, list[Any]] | None = None  # `ExpectedCalls` along the outputs, as lists
     error: str | None = None  # why there is no output
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where methods are compared: prompts, mode, batch size, and the turn."""
+        return *self.prompts, self.mode, self.batch_size, self.turn
 
     @property
     def new_tokens(self) -> int:
@@ -146,9 +188,7 @@ class Row:
         return sum(map(repeated_share, self.ids)) / max(1, len(self.ids))
 
 
-def decode(
-    method: Method, batch: dict[str, torch.Tensor], mode: DecodingMode, new_tokens: int, seed: int | None = None
-) -> Row:
+def decode(method: Method, batch: Batch, mode: DecodingMode, new_tokens: int, seed: int | None = None) -> Row:
     """Return the output of a method after a batch of prompts, and its cost; `seed=None` keeps the generator's state."""
     if seed is not None:
         torch.manual_seed(seed)
@@ -161,16 +201,12 @@ def decode(
             ends.append(time.perf_counter())
 
     begin = model.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()), prepend=True)
-    hooks = begin, model.register_forward_hook(end)
-    try:
+    with begin, model.register_forward_hook(end):
         wait()
         began, processor = time.perf_counter(), time.process_time()
         output = method.generate(**batch, **mode.options, max_new_tokens=new_tokens)
         wait()
         seconds, processor = time.perf_counter() - began, time.process_time() - processor
-    finally:
-        for hook in hooks:
-            hook.remove()
     eos, count = eos_ids(model), len(starts)
     ids = [until_end(new, eos) for new in output.sequences[:, batch["input_ids"].shape[1] :].tolist()]
     row = Row(
@@ -230,3 +266,105 @@ def repeated_share(ids: Sequence[int], gram: int = 16) -> float:
             if is_same and len(run) + period >= least:
                 covered.update(range(run[0], run[-1] + period + 1))
     return len(covered) / max(1, len(ids))
+
+
+def plain_method(model: PreTrainedModel) -> Method:
+    """Return decoding without drafts."""
+    return Method(PLAIN, model, {"use_mtp": False} if isinstance(model, MTPGenerationMixin) else {})
+
+
+def drafting_method(name: str, model: Any, drafter: Any = None, **options: Any) -> Method:
+    """Return decoding with the drafts of an attached drafter, or with those of the model itself."""
+    if drafter is None:
+        return Method(name, model, options, model)
+    return Method(name, model, {"assistant_model": drafter} | options, drafter)
+
+
+def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Method], dict[str, str]]:
+    """Return plain decoding and the requested methods of a backbone, and why others do not fit.
+
+    `specs` are `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
+    that drafts for itself), `auto:SOURCE` (any trained drafter, in any layout), `cascade:SOURCE` (suffixes, and such a
+    drafter where these are not sure), and the others of `_KINDS`.
+    """
+    methods, refused = [plain_method(model)], dict[str, str]()
+    for spec in specs:
+        if spec == PLAIN:
+            continue
+        name, kind, source, options = _parsed(spec, "--methods")
+        if name in refused or any(name == method.name for method in methods):
+            raise ValueError(f"--methods {spec}: there are two of the name {name!r}; write NAME={spec}")
+        try:
+            method = _method(name, kind, source, options, model, "--methods")
+            whole = model.name_or_path if kind == "own" and not carries_adapters(model) else ""
+            measured = source if kind in _ALONE else whole
+            methods.append(replace(method, source=source_mark(measured) if measured else None))
+        except _UNFIT as error:
+            refused[name] = one_line(error)
+    return methods, refused
+
+
+def named_method(spec: str, model: PreTrainedModel) -> Method:
+    """Return one requested method, of those that draft with this library, for a backbone; see `methods_of`."""
+    # `--heads SOURCE` is short for `auto:SOURCE`
+    option, named = ("--heads", spec.removeprefix("auto:")) if spec.startswith("auto:") else ("--drafter", spec)
+    source = ""
+    try:
+        name, kind, source, options = _parsed(spec, option)
+        if ":" in kind:
+            raise ValueError("its drafts cannot be watched")
+        return _method(name, kind, source, options, model, option, shared=False)
+    except _UNFIT as error:
+        words = one_line(error).removeprefix(f"{source}: ")
+        words = words if words.startswith(option) else f"{option} {named}: {words}"
+        raise (OSError if isinstance(error, OSError) else ValueError)(words) from error
+
+
+def _parsed(spec: str, option: str) -> tuple[str, str, str, Kwargs]:
+    match = _SPEC.fullmatch(spec)
+    kind = "" if match is None else match["kind"]
+    if match is None or kind not in _KINDS or (kind != "suffix" and bool(match["source"]) != (kind in _WITH_SOURCE)):
+        kinds = ", ".join(f"{each}:SOURCE" if each in _WITH_SOURCE else each for each in (PLAIN, *_KINDS))
+        raise ValueError(f"{option} {spec}: choose of {kinds}")
+    source, options = match["source"] or "", dict[str, Any]()
+    for key, text in parse_qsl(match["query"] or "", strict_parsing=bool(match["query"])):
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    usual = ":".join(word for word in (kind, Path(source).name) if word)
+    return match["name"] or usual + (f"?{match['query']}" if options else ""), kind, source, options
+
+
+def _method(name: str, kind: str, source: str, options: Kwargs, model: Any, option: str, shared: bool = True) -> Method:
+    """Return a method; `option` names it in messages, and of a `shared` backbone others are measured, too."""
+    own = {key: options.pop(key) for key in _KINDS[kind] if key in options}
+    if kind in ("own", "transformers:use_mtp") and (kind == "own") != isinstance(model, MTPGenerationMixin):
+        words = "does not draft for itself" if kind == "own" else "has no use_mtp of transformers'; measure it as 'own'"
+        raise ValueError(f"a {type(model).__name__} {words}")
+    match kind:
+        case "own":
+            return drafting_method(name, model, **{"use_mtp": True} | options)
+        case "transformers:use_mtp":
+            return Method(name, model, {"use_mtp": True} | options, is_foreign=True)
+        case "transformers:prompt_lookup":
+            return Method(name, model, {"prompt_lookup_num_tokens": 10} | options, is_foreign=True)
+        case "transformers:assistant":
+            check_index(source)
+            assistant = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
+            assistant.generation_config.update(**options)
+            return Method(name, model, {"assistant_model": assistant}, is_foreign=True)
+        case "suffix" if source:
+            drafter = SuffixDrafter.from_pretrained(source)
+        case "ngram" | "suffix" | "recycling" | "lookahead":
+            drafter = _UNTRAINED[kind](**own)
+        case "assistant":
+            drafter = AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device)
+        case "cascade":
+            taken = {_IGNORE: own.pop(_IGNORE)} if _IGNORE in own else {}
+            last = load_drafter(source, model, option, shared=True, **taken)
+            drafter = DrafterCascade([SuffixDrafter(), last], **own)
+        case _:
+            drafter = load_drafter(source, model, option, None if kind == "auto" else kind, shared, **own)
+            return drafting_method(name, model, drafter, **options)
+    return drafting_method(name, model, drafter.attach(model), **options)

@@ -108,15 +108,6 @@ class ExpectedCalls:
         """For draft positions 1, 2, ...: the share of verifications that accept so many; 1 + its sum is the above."""
         return (self.accepted.sum(0) / self.calls.sum()).clamp(0, 1).tolist()
 
-    def as_lists(self) -> dict[str, list]:
-        """Return the fields for JSON."""
-        return {name: values.tolist() for name, values in vars(self).items()}
-
-    @classmethod
-    def from_lists(cls, lists: dict[str, list]) -> ExpectedCalls:
-        """Return the inverse of `as_lists`."""
-        return cls(**{name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()})
-
 
 @dataclass(frozen=True)
 class DraftedProbs:
@@ -250,7 +241,7 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
     """
     was_training = model.training
     model.eval()
-    hits, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    sums: dict[str, torch.Tensor] = {}
     for batch in batches:
         for probs in drafted_probs(model, batch):
             proposed = probs.draft.topk(min(ranks, probs.draft.shape[-1])).indices
@@ -258,7 +249,7 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
                 shares = (probs.target / temperature).softmax(-1).gather(-1, proposed).double()
             else:
                 shares = (probs.target.argmax(-1, keepdim=True) == proposed).double()
-            hits = hits + (shares * probs.scored[..., None]).sum(0).cpu()
-            counts = counts + probs.scored.sum(0).double().cpu()
+            hits = (shares * probs.scored[..., None]).sum(0).cpu()
+            _add_to(sums, {"hits": hits, "count": probs.scored.sum(0).cpu()})
     model.train(was_training)
-    return hits / counts.clamp(min=1)[:, None]
+    return sums["hits"] / sums["count"].clamp(min=1)[:, None]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.modeling.block.test_golden import DATA, SMALL
 from tokenahead import BlockDrafter
 from tokenahead.modeling.common.loading import drafter_class, read_drafter
-from tokenahead.training.evaluation.methods import named_method
+from tokenahead.training.evaluation.decoding import named_method
 
 DSPARK, WINDOWS, FILL_IN, PAIRS = SMALL
 DFLASH, SPECULATORS, DEEPSPEC = "zlab_llama", "speculators_dspark", "deepspec_dspark_gated"

@@ -29,25 +29,14 @@ def fetched(used, kind):
     return {line.removeprefix(start).split("/", 1)[1] for line in used.hub.requests if line.startswith(start)}
 
 
-def test_adapters_on_the_hub_go_on_the_backbone(used):
-    found, alone = used.found["adapted"], used.found["alone"]
-    assert found["wanted"] != alone["wanted"]
-    assert found["generate"] == found["of its own"] == found["wanted"]
-    assert found["model"] == used.base and found["adapters"].endswith("/backbone")
-
-
-def test_a_whole_backbone_on_the_hub_is_the_one_that_is_meant(used):
-    found = used.found["whole"]
-    assert found["wanted"] != used.found["alone"]["wanted"]
-    assert found["of its own"] == found["wanted"]
-    assert found["model"].endswith("/backbone") and found["adapters"] is None
-    assert f"the backbone of me/whole learned with these heads; name {found['model']} instead" in found["generate"]
-
-
-def test_heads_alone_stay_with_the_backbone_that_they_name(used):
-    found = used.found["alone"]
-    assert found["generate"] == found["of its own"] == found["wanted"]
-    assert found["model"] == used.base and found["adapters"] is None
+def test_heads_on_the_hub_come_with_the_backbone_that_learned_with_them(used):
+    alone, adapted, whole = (used.found[kind] for kind in ("alone", "adapted", "whole"))
+    assert all(found["of its own"] == found["wanted"] for found in (alone, adapted, whole))
+    assert alone["wanted"] not in (adapted["wanted"], whole["wanted"])
+    assert alone["generate"] == alone["wanted"] and adapted["generate"] == adapted["wanted"]
+    assert alone["model"] == adapted["model"] == used.base and alone["adapters"] is whole["adapters"] is None
+    assert adapted["adapters"].endswith("/backbone") and whole["model"].endswith("/backbone")
+    assert f"the backbone of me/whole learned with these heads; name {whole['model']} instead" in whole["generate"]
 
 
 def test_nothing_is_fetched_in_vain(used):

@@ -10,14 +10,17 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 
 from tests.training.commands.conftest import LINES
+from tests.training.test_states import serving
 from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, cli
 from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training.commands.settings import read_settings
-from tokenahead.training.commands.train import given, train
+from tokenahead.training.commands.train import build, given, train
+from tokenahead.training.features import FeatureDataset
 from tokenahead.training.parts import part_files
 from tokenahead.training.regeneration import RegeneratedText
 
+ACCEPTANCE = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
 RUNS = {
     "evabyte": dict(model="evabyte", drafter_options={"head_type": "btree", "rank": 2}),
     "heads": dict(drafter="heads", drafter_options={"head_type": "hydra", "window": 3}),
@@ -38,8 +41,7 @@ RUNS = {
 @pytest.mark.by_day("evabyte", "heads and backbone", "new modules", "parallel", "eagle")
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_every_drafter_learns_and_its_folder_loads_again(run, settings_of, tmp_path):
-    acceptance = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
-    settings = settings_of(**({"eval_strategy": "steps", "eval_steps": 2, "acceptance": acceptance} | run))
+    settings = settings_of(**({"eval_strategy": "steps", "eval_steps": 2, "acceptance": ACCEPTANCE} | run))
     trainer = train(settings)
     folder = tmp_path / "run"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -104,6 +106,17 @@ def test_kept_features_teach_the_same(changes, settings_of, data, tmp_path):
     assert len(losses[0]) == 5 and len(part_files(tmp_path / "features")) == 1
 
 
+def test_states_of_a_server_are_stored_and_learned_from(tmp_path, settings_of):
+    """By a stand-in of vLLM."""
+    options = dict(drafter="heads", drafter_options={"window": 2}, max_steps=1, eval_strategy="no")
+    settings = settings_of(**options, features=str(tmp_path / "states"))
+    drafter = MTPHeads.from_backbone(build(settings).backbone, window=2)
+    with serving(drafter, tmp_path / "files") as endpoint:
+        settings.drafter.features_engine = {"url": endpoint.url, "folder": str(tmp_path / "files")}
+        train(settings)
+    assert len(FeatureDataset(tmp_path / "states")) and not list((tmp_path / "files").glob("*.safetensors"))
+
+
 @pytest.mark.by_day("chat-heads")
 @pytest.mark.parametrize("kind, drafter", [("text", "heads"), ("chat", "heads"), ("text", "parallel")])
 def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, settings_of, data, tmp_path):
@@ -121,20 +134,16 @@ def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, setting
     ]
 
 
-@pytest.mark.by_day("heads-options0")
+@pytest.mark.by_day("heads-None")
 @pytest.mark.parametrize(
     "drafter, options",
-    [
-        *((name, {}) for name in ("heads", "eagle", "block", "modules", "own")),
-        ("own", {"head_type": "btree", "rank": 2, "draft_layers": 1}),
-    ],
+    [(name, None) for name in ("heads", "eagle", "block", "modules")]
+    + [("own", {"head_type": "btree", "rank": 2, "draft_layers": 1})],
 )
 def test_what_learns_beside_a_backbone_in_bfloat16_has_float32_weights(drafter, options, settings_of, tmp_path):
-    model = "evabyte" if drafter == "own" else "llama"
-    acceptance = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
     settings = settings_of(
-        drafter=drafter, dtype="bfloat16", eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        acceptance=acceptance, model=model, strategy={"train": "drafter"}, drafter_options=options,
+        "evabyte" if drafter == "own" else "llama", drafter=drafter, drafter_options=options, dtype="bfloat16",
+        save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, acceptance=ACCEPTANCE,
     )  # fmt: skip
     kinds = set()
 

@@ -10,7 +10,7 @@ from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training import demo as report
 from tokenahead.training.commands.bench import show
-from tokenahead.training.evaluation.bench import Completion
+from tokenahead.training.evaluation.bench import BLEU, EXACT, Completion
 from tokenahead.training.evaluation.decoding import drafted_flags
 from tokenahead.training.evaluation.prompts import PromptEncoder
 
@@ -72,8 +72,10 @@ def test_the_table_has_every_figure_and_fits_80_columns():
     more |= dict(near_ties=2, identical=False, category_speed_ups={"a": 2.0, "b": 3.0}, micro_speed_up=2.6)
     more |= dict(looping_share=0.25, whole_speed_ups=[2.0, 2.4, 2.6])
     more |= dict(draft_ms=0.4, prompt_ms=12.0, cache_bytes=3_400_000, accepted_by_position=[0.9, 0.5])
-    text = shown(result(**more), result(name="plain", method="plain", identical=None))
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    wide = dict(method="transformers:assistant:a-long-name", quality={EXACT: 55.5, BLEU: 22.2}, call_ms=1234.5)
+    wide |= dict(draft_ms=123.4, prompt_ms=12345.0, cache_bytes=123456789, accepted_by_position=[0.9, 0.8, 0.7, 0.6])
+    text = shown(result(**more), result(**more | wide), result(name="plain", method="plain", identical=None))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text and "55.5" in text
     rows = [line.split() for line in text.splitlines() if line.startswith(" btree")]
     figures = ["4.01", "3.13", "(2)", "2.50x", "(2.25-2.75)", "1.6", "25%", "18/20", "+", "2", "ties"]
     assert rows[0] == ["btree", "32", *figures]

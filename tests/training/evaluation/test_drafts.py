@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from tests.backbones import backbone, train_heads
 from tests.every_model import llama
 from tests.families import family_model
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
-from tokenahead.training.evaluation.drafts import DraftMeasures, drafted_probs
+from tokenahead.training.evaluation.drafts import DraftMeasures, drafted_probs, rank_accuracies
 
 
 def models():
@@ -78,3 +79,31 @@ def test_an_eagle_head_drafts_what_its_distributions_say(version):
         torch.testing.assert_close(found, logits[0, -1].float().log_softmax(-1), rtol=1e-4, atol=1e-4)
         position = torch.tensor([[column + 1 + step]])
         features, logits = head.step(features[:, -1:], ids[:, column + 2 + step][:, None], position, None, cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("kind", [dict(), dict(head_type="hydra", unembedding=None)], ids=["ff", "hydra"])
+def test_accuracies_by_rank_are_those_of_proposals_one_by_one(kind, temperature):
+    model = backbone()
+    with torch.enable_grad():
+        heads = train_heads(model, steps=5, **kind)
+    ids = torch.randint(2, 48, (2, 9), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[1, 6:] = -100
+    found = rank_accuracies(heads, [{"input_ids": ids, "labels": labels}], 4, temperature)
+    distribution, logits = heads.distribution(ids), model(ids).logits
+    hits, counts = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3)
+    for row, end in ((0, 9), (1, 6)):
+        for column in range(end):
+            for depth in range(3):
+                if column + 2 + depth >= end:
+                    continue
+                window = torch.zeros(2, 9, 4, dtype=torch.long)
+                window[row, column, : depth + 1] = ids[row, column + 1 : column + 2 + depth]
+                best = distribution.conditional_log_probs(window)[row, column, depth + 1].topk(4).indices
+                target = logits[row, column + 1 + depth]
+                share = (target / temperature).softmax(-1)[best] if temperature else target.argmax() == best
+                hits[depth] += share.double()
+                counts[depth] += 1
+    torch.testing.assert_close(found, hits / counts[:, None].double(), atol=1e-6, rtol=0)

@@ -5,7 +5,7 @@ import torch
 
 from tests.every_model import llama
 from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
-from tokenahead.training.evaluation.methods import methods_of
+from tokenahead.training.evaluation.decoding import methods_of
 from tokenahead.training.requests import BenchRequest
 
 LAYOUTS = {

@@ -35,7 +35,7 @@ from ..common.outputs import PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .conversion import OfficialRun, write_run
-from .gated_lora import ADAPTER, Gate, opened, preserve_gates
+from .gated_lora import ADAPTER, Gate, opened, preserve_gates, zero_ups
 from .generation import ParallelAssistant, ParallelGenerationMixin
 from .inputs import SlotPartsMixin, check_backbone
 
@@ -87,6 +87,7 @@ class PTPForCausalLM(
 
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=self.backbone.get_output_embeddings())
         self.post_init()
+        zero_ups(self)
 
     @classmethod
     def from_backbone(

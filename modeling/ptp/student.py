@@ -27,16 +27,12 @@ from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .conversion import write_run
-from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter
+from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter, zero_ups
 from .generation import ParallelDrafter
 from .inputs import SlotPartsMixin
 from .model import PTPForCausalLM, dense_mask
 
 C = TypeVar("C", bound=PreTrainedConfig)
-
-
-class _Up(nn.ModuleDict):
-    """The B of a layer, which begins with zeros."""
 
 
 class LayerAdapter(PackedMixin):
@@ -47,8 +43,7 @@ class LayerAdapter(PackedMixin):
         self.in_features, self.scaling = layer.in_features, dict(layer.scaling)
         for name in ("lora_A", "lora_B"):
             rows, columns = getattr(layer, name)[ADAPTER].weight.shape
-            kind = _Up if name == "lora_B" else nn.ModuleDict
-            self.add_module(name, kind({ADAPTER: nn.Linear(columns, rows, bias=False)}))
+            self.add_module(name, nn.ModuleDict({ADAPTER: nn.Linear(columns, rows, bias=False)}))
 
 
 class SlottedBackbone(PTPForCausalLM):
@@ -151,6 +146,7 @@ class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, Attachable
         self.adapters = _adapters_like(whole.backbone)
         self.add_slot_parts(config, config.backbone_config.hidden_size)
         self.post_init()
+        zero_ups(self)
 
     @classmethod
     def from_backbone(cls, backbone: PreTrainedModel, variant: str = "one_hot", **options: Any) -> PTPStudent:
@@ -204,14 +200,9 @@ class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, Attachable
         dtype = self.config.get_text_config().dtype or torch.float32
         return write_run(folder, layout, self.config, state, self.config.base_model_name_or_path, dtype)
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if LOADS.get() and next(module.parameters(recurse=False), None) is not None:
-            return
-        super()._init_weights(module)
-        if isinstance(module, _Up):
-            for up in module.parameters():
-                nn.init.zeros_(up)
+        if not LOADS.get():
+            super()._init_weights(module)
 
     def made_for(self) -> Mapping[str, object]:
         made = self.config.get_text_config().get_text_config()

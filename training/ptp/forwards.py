@@ -34,10 +34,7 @@ Read = Callable[[Tensor, nn.Module], _T]
 
 
 def uniform_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return u [...] float32 in [low, high) [...] float64, at the share z [...] in [0, 1], and which are valid, bool.
-
-    None is valid where the interval is empty or holds no float32.
-    """
+    """Return u [...] float32 in [low, high) float64, at the share z in [0, 1], and which intervals hold a float32."""
     first, last = low.float(), high.float()
     # rounding to float32 may have left the interval, on either side
     first = torch.where(first.double() < low, torch.nextafter(first, torch.ones_like(first)), first)
@@ -206,8 +203,7 @@ class RandomDraws:
 
 
 class FixedDraws:
-    """Points of low-discrepancy sequences that depend on a token's position in its sequence alone, for evaluation: the
-    same loss every time, whatever the batches, and no generator is advanced."""
+    """For evaluation, points of low-discrepancy sequences by a token's position alone, whatever the batches."""
 
     def __init__(self, documents: Tensor) -> None:
         self.order = (documents > 0).long().cumsum(1)
@@ -300,8 +296,7 @@ class PackedBatch:
 
     @torch.no_grad()
     def written(self, scores: Scores, noise: Tensor) -> Tensor:
-        """Return the completions that the student writes from noise [B, C, L + 1], after `read`; categorical slots
-        write after the backbone's own token, whose uniform is the first."""
+        """Return the completions [B, C, ...] that the student writes from noise [B, C, L + 1], after `read`."""
         flat = self.slots(noise[..., :-1], _scores)
         drafted = Scores(flat.states.unflatten(1, (noise.shape[1], -1)), flat.head, flat.size)
         if self.config.is_one_hot:
@@ -310,7 +305,7 @@ class PackedBatch:
         def picked(scores: Scores, uniforms: Tensor, **sampling: Any) -> Tensor:
             return scores.mapped(lambda logits, u: (pick(u, target_probs(logits, **sampling)),), uniforms)[0]
 
-        own = picked(scores.at(self.starts - 1), noise[..., 0], **self.config.sampling)
+        own = picked(scores.at(self.starts - 1), noise[..., 0], **self.config.sampling)  # the token before the slots'
         return torch.cat([own[..., None], picked(drafted, noise[..., 1:])], dim=-1)
 
     def _layout(self, slots: int) -> tuple[Tensor, Tensor]:

@@ -104,11 +104,10 @@ class Sequences:
     def of(cls, inputs: Mapping[str, Tensor]) -> Sequences:
         """Read `input_ids` and, optionally, `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
-        A packed document begins where position ids do not grow by one, or where the number in the attention mask
-        changes. Sequences of one token are padded: they have nothing to complete.
+        A document begins where position ids do not grow by one, or the number in the attention mask changes.
         """
         tokens = inputs["input_ids"]
-        if (missing := 2 - tokens.shape[1]) > 0:
+        if (missing := 2 - tokens.shape[1]) > 0:  # sequences of one token have nothing to complete
             inputs = {"attention_mask": torch.ones_like(tokens), **inputs}
             inputs = {name: nn.functional.pad(each, (0, missing)) for name, each in inputs.items()}
             tokens = inputs["input_ids"]

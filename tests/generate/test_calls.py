@@ -87,4 +87,5 @@ def test_positions_of_a_class_that_counts_columns_go_on_behind_its_prompt():
     model.__class__ = _Passing
     batch = left_padded([text % VOCABULARY for text in texts(3)[::2]])
     want = model.generate(**batch, **options)
-    assert torch.equal(model.generate(**batch, **options, assistant_model=NgramDrafter(longest=1).attach(model)), want)
+    drafter = NgramDrafter(longest=1).attach(model)
+    assert torch.equal(model.generate(**batch, **options, assistant_model=drafter), want)

@@ -63,17 +63,11 @@ class RowTables(ABC):
 
 
 class BlockLaw(nn.Module, ABC):
-    """A joint distribution over the m tokens of a block; of the drafter's config d, V, v and m are read.
+    """A joint distribution over the m tokens of a block; of the drafter's config d, V, v and m are read."""
 
-    Attributes:
-        module_name: Name under which a drafter holds it.
-        needs_window: Whether the law of the first places changes where fewer than m are given.
-        width: R, width of its embeddings of tokens; 0: it has none.
-    """
-
-    module_name = "law_head"
-    needs_window = False
-    width = 0
+    module_name = "law_head"  # under which a drafter holds it
+    needs_window = False  # whether the law of the first places changes where fewer than m are given
+    width = 0  # R, of its embeddings of tokens; 0: it has none
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__()
@@ -104,14 +98,10 @@ class BlockLaw(nn.Module, ABC):
         anchor: Tensor | None = None,
         vocabulary: DraftVocabulary | None = None,
     ) -> WindowDistribution:
-        """Return the distribution of the tokens of a block over their columns.
+        """Return the distribution of a block's tokens over their columns, behind b, whose id is `last` [...].
 
-        Args:
-            rows: [..., m, d], the states of the rows that draft.
-            logits: [..., m, v], their base logits.
-            last: [...] int64, id of the token b before the block.
-            anchor: [..., d], the state of b's own row where that drafts nothing.
-            vocabulary: The tokens of the columns; None: all. Tokens of the distribution are its codes.
+        The rows [..., m, d] draft with base logits [..., m, v]; `anchor` [..., d] is b's own row where that drafts
+        nothing. Tokens of the distribution are codes of the `vocabulary` of its columns; None: all tokens have one.
         """
         logits = exact(logits)
         tables, inner = self.tables(rows, logits, anchor), self.inner(rows, logits)
@@ -180,11 +170,7 @@ class MarkovLaw(IndependentLaw):
 
 
 class MarkovTables(RowTables):
-    """The biases of a Markov head for the rows [..., m, d] of a block.
-
-    `anchor` [..., d], b's own row, is read before the others by a recurrence; `transitions` map e to the bias of an
-    HMM's transitions, R to r^2.
-    """
+    """The biases of a Markov head for the rows of a block, and by `transitions` [R -> r^2] those of an HMM's moves."""
 
     def __init__(
         self, head: MarkovLaw, rows: Tensor, anchor: Tensor | None = None, transitions: nn.Linear | None = None
@@ -197,7 +183,7 @@ class MarkovTables(RowTables):
         return self.head.embed(ids)
 
     def bias(self, embedded: Tensor, place: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if place == 0 and self.anchor is not None:
+        if place == 0 and self.anchor is not None:  # b's own row, which a recurrence reads before the others
             anchor = self.anchor[..., None, :].to(self.rows.dtype)
             _, state = self.head.read(embedded[..., :1, :], anchor, None)
         rows = self.rows[..., place : place + embedded.shape[-2], :]
@@ -245,15 +231,9 @@ class CircuitLaw(BlockLaw):
     """A mixture over latent states of the places' laws.
 
     `"cp"`: one state for all places; `"hmm"`: a chain, whose state the row of a place moves; `"btree"`: a balanced tree
-    of states, where the mean of the rows below a node decides its weights.
-
-    Args:
-        config: Of the drafter.
-        rank: Number of states.
-        leaf_rank: Rank of what a state adds to the base logits.
-        markov_rank: Rank of the bias of the token before a place; 0: none.
-        markov_kind: `kind` of `MarkovLaw`.
-        reads_last: Transitions read the last token; of an HMM with a Markov bias alone.
+    of states, where the mean of the rows below a node decides its weights. There are `rank` states, each of which adds
+    to the base logits by a map of `leaf_rank`; the token before a place does as in `MarkovLaw` (`markov_rank` 0: not).
+    With `reads_last` it moves the states of an HMM, too.
     """
 
     def __init__(

@@ -76,15 +76,13 @@ class BlockBatch:
         return may & nn.functional.pad(self.scored[:, 1:] & same, (0, 1))
 
     def drawn(self, recipe: BlockRecipe, block_size: int, count: int, is_fixed: bool) -> BlockBatch:
-        """Return the same with up to `count` random blocks per sequence; `is_fixed` are the same in every call.
-
-        Blocks that count nowhere fill up sequences with fewer; the host waits for no accelerator with long sequences.
-        """
+        """Return the same with up to `count` random blocks per sequence; `is_fixed` are the same in every call."""
         may = self.may_begin(recipe, block_size)
         generator = torch.Generator().manual_seed(0) if is_fixed else None
         chance = torch.rand(may.shape, generator=generator, device="cpu" if is_fixed else may.device)
         best = chance.to(may.device).masked_fill(~may, -1).topk(min(count, may.shape[1]), -1)
         begins, is_long = best.values >= 0, may.shape[1] >= 4 * count
+        # with long sequences the host waits for no accelerator: blocks that count nowhere fill up those with fewer
         most = count if is_long and may.device.type != "cpu" else max(int(begins.sum(-1).max()), 1)
         order = best.indices[:, :most].sort(-1)
         return self.at(order.values, begins[:, :most].gather(-1, order.indices))
@@ -117,8 +115,7 @@ def block_rows(
 ) -> Tensor:
     """Return the rows of all blocks of a batch, [B, A, S, d], from the context [B, L, d].
 
-    With `from_anchor`, windows of the context are measured from the anchor, not from each row; with `recomputes`, rows
-    are computed again in backward.
+    Windows are measured from each row, or `from_anchor`; with `recomputes`, backward computes the rows again.
     """
     source, size = DynamicCache(), network.config.block_size
     network.extend(context, batch.positions, source, network.joint_projection())
@@ -177,10 +174,9 @@ def block_loss(
     items: Tensor | None = None,
     summaries: Tensor | None = None,
 ) -> BlockOutput:
-    """Return the loss of blocks, and their terms, from `block_rows` [B, A, S, d].
+    """Return the loss of blocks, and their terms, from `block_rows` [B, A, S, d] and the backbone's last states.
 
-    `states` [B, L, D] are the backbone's last, `items` [m] the places that count over all micro-batches, and
-    `summaries` [B, L, 2] the `logit_summaries` of the states, computed where they are None and read.
+    `items` [m] are the places that count over all micro-batches; `summaries` are made where they are None and read.
     """
     config, method = network.config, method_of(network.config.law)
     recipe, names = options.recipe(method), options.weighted_terms(method)

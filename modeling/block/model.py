@@ -105,7 +105,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
         law: str = "markov",
         layers: int = 5,
         block_size: int = 8,
-        sample_from_anchor: bool = True,
         draft_ids: Tensor | None = None,
         **options: Any,
     ) -> BlockDrafter:
@@ -117,13 +116,11 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
                 `"btree"`.
             layers: Layers of the drafter.
             block_size: S, rows of a block.
-            sample_from_anchor: Whether the first row drafts, see `BlockDrafterConfig`.
             draft_ids: [Vd] distinct token ids that are drafted, usually the most frequent tokens of outputs; None: all.
             **options: Further fields of `BlockDrafterConfig`; sizes and rope default to the backbone's.
         """
         backbone = unwrap(backbone)
         options |= {"law": law, "num_hidden_layers": layers, "block_size": block_size}
-        options["sample_from_anchor"] = sample_from_anchor
         if draft_ids is not None:
             draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
             options["draft_vocab_size"] = len(draft_ids)

@@ -80,8 +80,7 @@ def block_masks(
 ) -> dict[str, Tensor | None]:
     """Return what rows of A blocks next to each other see, by kind of layer: [B, 1, A S, L + A S].
 
-    `context` [B, A, L] bool are the columns that stand before a block, `distance` [B, A S, L] is how far each is from a
-    row.
+    `context` [B, A, L] are the columns before a block, and `distance` [B, A S, L] is how far each is from a row.
     """
     before, same = context.repeat_interleave(config.block_size, 1), torch.eye(context.shape[1], device=context.device)
     masks = dict[str, Tensor | None]()
@@ -310,13 +309,10 @@ class BlockNetwork(DraftModel):
     def block(
         self, context: Tensor, last: Tensor, attention_mask: Tensor | None = None, past_key_values: Cache | None = None
     ) -> Block:
-        """Fill in a block after every sequence.
+        """Fill in a block after every sequence, behind b, whose id is `last` [B].
 
-        Args:
-            context: [B, C, d] of all verified tokens, or of those that are not in the cache yet (`fuse`).
-            last: [B] int64, b.
-            attention_mask: [B, C], 0 for padding, the columns of the cache included.
-            past_key_values: A `DynamicCache`, which afterwards holds the context; the block leaves nothing in it.
+        The context [B, C, d] (`fuse`) is that of all verified tokens, or of those that are not in `past_key_values`
+        yet, a `DynamicCache` that holds it afterwards. `attention_mask` [B, past + C] is 0 for padding.
         """
         check_attention(self.config, "block drafters")
         cache = DynamicCache() if past_key_values is None else past_key_values
@@ -338,10 +334,7 @@ class BlockNetwork(DraftModel):
         return Block(self, hidden, last)
 
     def confidence(self, block: Block, drafts: Tensor | DraftTree) -> Tensor | None:
-        """Return logits [B, m] of the estimates that drafts will be accepted, if those before them are.
-
-        None without such a head. `drafts` are tokens [B, m] of a chain, or a tree; it does not read a token itself.
-        """
+        """Return logits [B, m]: are drafts, a tree or tokens [B, m], accepted if those before are? None: no head."""
         if not self.config.has_confidence:
             return None
         tree = DraftTree.chain(drafts) if isinstance(drafts, Tensor) else drafts

@@ -184,6 +184,14 @@ def join_siblings(model: nn.Module) -> None:
                     layer.siblings = siblings
 
 
+@torch.no_grad()
+def zero_ups(model: nn.Module) -> None:
+    """Set every B to zeros, so that the slots of a new student begin with what the backbone computes."""
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.zero_()
+
+
 def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:
     """Return `result` = W x with s B (A x) added at auxiliary positions; the others are unchanged."""
     is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()

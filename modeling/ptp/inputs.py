@@ -177,8 +177,7 @@ def packed_positions(
 ) -> Tensor:
     """Return the positions [B, T + C L] int64 that go with `packed_mask`; `own` [B, T] replaces those of the tokens.
 
-    `offset`, a number or [B, 1, 1], is the position of slot 0 less that of the token at the start: -1 for one-hot
-    slots, whose position is that where the backbone predicts their token, and 0 for categorical ones.
+    `offset`, a number or [B, 1, 1], is how far slot 0 is after the start: -1 for one-hot slots, 0 for categorical ones.
     """
     own = token_positions(documents) if own is None else own
     order = torch.arange(slots, device=documents.device) + offset  # [L], or [B, 1, L]

@@ -35,18 +35,13 @@ from ..common.outputs import PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .conversion import OfficialRun, write_run
-from .gated_lora import ADAPTER, Gate, opened, preserve_gates
+from .gated_lora import ADAPTER, Gate, opened, preserve_gates, zero_ups
 from .generation import ParallelAssistant, ParallelGenerationMixin
 from .inputs import SlotPartsMixin, check_backbone
 
 
 class PTPForCausalLM(
-    OwnLossMixin,
-    StrictLoadingMixin,
-    WrapperMixin,
-    SlotPartsMixin,
-    ParallelGenerationMixin,
-    PreTrainedModel,
+    OwnLossMixin, StrictLoadingMixin, WrapperMixin, SlotPartsMixin, ParallelGenerationMixin, PreTrainedModel
 ):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
@@ -87,6 +82,7 @@ class PTPForCausalLM(
 
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=self.backbone.get_output_embeddings())
         self.post_init()
+        zero_ups(self)
 
     @classmethod
     def from_backbone(
@@ -169,11 +165,9 @@ class PTPForCausalLM(
         return {}  # adapters within layers of the backbone draft, and have float32 for every dtype of it
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
-        """Return the distribution of the tokens that L slots predict: sequential where there is a sampler head.
+        """Return the distribution of the tokens that slots predict, from their states [..., L, D] after the final norm.
 
-        Args:
-            states: [..., L, D] of the slots, after the final norm.
-            before: [...] int64, the token before those that they predict.
+        `before` [...] is the token before them, which a sampler head reads.
         """
         head, embed, sampler = self.get_output_embeddings(), self.get_input_embeddings(), self.sampler
         if sampler is None:
@@ -192,7 +186,7 @@ class PTPForCausalLM(
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        self.config.backbone_config.vocab_size = self.backbone.config.vocab_size
+        self.config.vocab_size = self.backbone.config.vocab_size
         return embeddings
 
     @can_return_tuple
@@ -279,12 +273,9 @@ class PTPForCausalLM(
     def attach(
         self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
     ) -> ParallelAssistant:
-        """Let this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
+        """Let this model draft for a larger one with the same vocabulary, which takes it as `assistant_model`.
 
-        Args:
-            backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, that within.
-            default: Whether it also drafts where a call names no `assistant_model`.
-            vocab_size: How many ids mean the same token in both, where they are padded otherwise.
+        `default`: also where a call names none. `vocab_size`: how many ids mean the same token in both.
         """
         return ParallelAssistant(self, vocab_size).attach(backbone, default)
 

@@ -108,10 +108,9 @@ def split_budget(
     """Return slots per group 0..m that maximise sum_d A_d H(B_d) under sum_d B_d <= budget; the list is cached.
 
     A_d is the probability that d of the m drafts (`drafted`) are accepted, H(k) = S_1 + ... + S_k the expected accepted
-    tokens of a draft of k, with `survival` S_j the probability of accepting j (the last one applies to all after it).
-    Where a group's first slot repeats the target's pick (one-hot), it drafts nothing, and a group of k slots is worth
-    H(k - 1). All groups share H, which is concave: if k groups are opened, they are those of the k greatest A_d, and
-    the rest are the slots that gain most; a group has at most `longest`.
+    tokens of a draft of k, with `survival` S_j; the last one applies to all after it. A group whose first slot repeats
+    the target's pick is worth H(k - 1). H is concave: opened groups are those of the greatest A_d, and slots go where
+    they gain most, at most `longest` to a group.
     """
     price = int(repeats_pick)
     reach = [1.0, *(survival[min(d, len(survival) - 1)] for d in range(drafted)), 0.0]

@@ -27,16 +27,12 @@ from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .conversion import write_run
-from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter
+from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, join_siblings, opened, with_adapter, zero_ups
 from .generation import ParallelDrafter
 from .inputs import SlotPartsMixin
 from .model import PTPForCausalLM, dense_mask
 
 C = TypeVar("C", bound=PreTrainedConfig)
-
-
-class _Up(nn.ModuleDict):
-    """The B of a layer, which begins with zeros."""
 
 
 class LayerAdapter(PackedMixin):
@@ -47,33 +43,23 @@ class LayerAdapter(PackedMixin):
         self.in_features, self.scaling = layer.in_features, dict(layer.scaling)
         for name in ("lora_A", "lora_B"):
             rows, columns = getattr(layer, name)[ADAPTER].weight.shape
-            kind = _Up if name == "lora_B" else nn.ModuleDict
-            self.add_module(name, kind({ADAPTER: nn.Linear(columns, rows, bias=False)}))
+            self.add_module(name, nn.ModuleDict({ADAPTER: nn.Linear(columns, rows, bias=False)}))
 
 
 class SlottedBackbone(PTPForCausalLM):
     """A backbone whose own forward reads slots after its tokens, with a student's adapters while `installed`."""
 
-    pairs: list[tuple[nn.Module, LayerAdapter]]
-    lock: Lock
-    calls: int
-    handles: list[RemovableHandle]
-
-    @classmethod
-    def of(cls, whole: PTPForCausalLM, backbone: PreTrainedModel, adapters: nn.Module) -> SlottedBackbone:
-        model = cast(SlottedBackbone, copy.copy(whole))
-        model.__class__ = cls
-        own = {name: copy.copy(held) for name, held in vars(whole).items() if isinstance(held, dict)}
-        vars(model).update(own)  # what it registers is no part of the whole model
-        model.backbone, model.config = backbone, copy.copy(whole.config)
-        model.config.backbone_config = backbone.config
+    def __init__(self, whole: PTPForCausalLM, backbone: PreTrainedModel, adapters: nn.Module) -> None:
+        own = {name: copy.copy(held) if isinstance(held, dict) else held for name, held in vars(whole).items()}
+        vars(self).update(own)  # its parts, of which nothing is drawn anew; what it registers is no part of `whole`
+        self.backbone, self.config = backbone, copy.copy(whole.config)
+        self.config.backbone_config = backbone.config
         layers = {name: base_layer(layer) for name, layer in backbone.named_modules()}
-        named = [(name, adapter) for name, adapter in adapters.named_modules() if isinstance(adapter, LayerAdapter)]
-        model.pairs = [(layers[name], adapter) for name, adapter in named]
-        for layer, adapter in model.pairs:
-            adapter.division = LayerDivision.of(layer)
-        model.lock, model.calls, model.handles = Lock(), 0, list[RemovableHandle]()
-        return model
+        self.pairs: list[tuple[nn.Module, LayerAdapter]] = []
+        for name, adapter in _layers(adapters):
+            adapter.division = LayerDivision.of(layers[name])
+            self.pairs.append((layers[name], adapter))
+        self.lock, self.calls, self.handles = Lock(), 0, list[RemovableHandle]()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -81,17 +67,16 @@ class SlottedBackbone(PTPForCausalLM):
         with self.lock:
             self.calls += 1
             if self.calls == 1:
-                hooks = [(layer, partial(_adapted, self, adapter)) for layer, adapter in self.pairs]
-                self.handles = [layer.register_forward_hook(hook) for layer, hook in hooks]
+                hooked = ((layer, partial(self._adapted, adapter)) for layer, adapter in self.pairs)
+                self.handles = [layer.register_forward_hook(hook) for layer, hook in hooked]
         try:
             with opened(None):  # a thread has a gate from its first graph on, which is not compiled again then
                 yield
         finally:
             with self.lock:
                 self.calls -= 1
-                if self.calls == 0:
-                    for handle in self.handles:
-                        handle.remove()
+                for handle in self.handles if self.calls == 0 else ():
+                    handle.remove()
 
     def forward(
         self,
@@ -109,11 +94,10 @@ class SlottedBackbone(PTPForCausalLM):
             mask = dense_mask(attention_mask, embeds)
             return self.backbone(inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, **kwargs)
 
-
-def _adapted(model: object, adapter: LayerAdapter, layer: nn.Module, inputs: tuple[Tensor], result: Tensor) -> Tensor:
-    """Return a layer's result with its adapter's at the slots of a forward of `model`."""
-    gate = current_gate()
-    return result if gate is None or gate.model is not model else with_adapter(adapter, gate, inputs[0], result)
+    def _adapted(self, adapter: LayerAdapter, layer: nn.Module, inputs: tuple[Tensor], result: Tensor) -> Tensor:
+        """Return a layer's result with its adapter's at the slots of this model's forward."""
+        gate = current_gate()
+        return result if gate is None or gate.model is not self else with_adapter(adapter, gate, inputs[0], result)
 
 
 class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
@@ -151,6 +135,7 @@ class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, Attachable
         self.adapters = _adapters_like(whole.backbone)
         self.add_slot_parts(config, config.backbone_config.hidden_size)
         self.post_init()
+        zero_ups(self)
 
     @classmethod
     def from_backbone(cls, backbone: PreTrainedModel, variant: str = "one_hot", **options: Any) -> PTPStudent:
@@ -184,7 +169,7 @@ class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, Attachable
     def slotted(self) -> SlottedBackbone:
         """The attached backbone itself, which runs slots in calls."""
         if not self._slotted:
-            self._slotted = [SlottedBackbone.of(self.whole, self.backbone, self.adapters)]
+            self._slotted = [SlottedBackbone(self.whole, self.backbone, self.adapters)]
         return self._slotted[0]
 
     def verifier_model(self, backbone: PreTrainedModel) -> PreTrainedModel:
@@ -204,14 +189,9 @@ class PTPStudent(StrictLoadingMixin, SlotPartsMixin, ParallelDrafter, Attachable
         dtype = self.config.get_text_config().dtype or torch.float32
         return write_run(folder, layout, self.config, state, self.config.base_model_name_or_path, dtype)
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if LOADS.get() and next(module.parameters(recurse=False), None) is not None:
-            return
-        super()._init_weights(module)
-        if isinstance(module, _Up):
-            for up in module.parameters():
-                nn.init.zeros_(up)
+        if not LOADS.get():
+            super()._init_weights(module)
 
     def made_for(self) -> Mapping[str, object]:
         made = self.config.get_text_config().get_text_config()

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from tests.models import left_padded, tiny_model
-from tokenahead import GenerateSpeculativeOutput
+from tests.ptp_models import CONFIGS, VOCABULARY, backbone
+from tokenahead import GenerateSpeculativeOutput, NgramDrafter
 
 PROMPT = torch.arange(100, 112)[None]
 GREEDY = dict(do_sample=False, max_new_tokens=30)
@@ -71,3 +73,20 @@ def test_nothing_of_the_decision_is_written_to_disk(tmp_path):
     model.save_pretrained(tmp_path)
     saved = (tmp_path / "generation_config.json").read_text()
     assert "use_mtp" not in saved and "verification" not in saved
+
+
+class _Passing(GPT2LMHeadModel):
+    """Hands on what it does not name: transformers gives it no `position_ids`, and it counts columns, padded or not."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_positions_of_a_class_that_counts_columns_go_on_behind_its_prompt():
+    model, options = backbone(CONFIGS["gpt2"]()).double(), GREEDY | DICT | dict(pad_token_id=0, output_logits=True)
+    model.__class__ = _Passing
+    batch = left_padded([text % VOCABULARY for text in texts(3)[::2]])
+    want, drafter = model.generate(**batch, **options), NgramDrafter(longest=1).attach(model)
+    out = model.generate(**batch, **options, assistant_model=drafter)
+    assert torch.equal(out.sequences, want.sequences) and sum(map(sum, out.speculation.rows_accepted)) > 20
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(want.logits))

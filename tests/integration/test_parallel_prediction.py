@@ -66,6 +66,26 @@ def test_linear_decoding_takes_a_plain_step_after_a_rejection():
         assert set(cycles) >= {(0, 0), (size, 0), (size, 1)}
 
 
+@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+@torch.no_grad()
+def test_drafts_are_read_off_the_slots_behind_the_text(variant):
+    """Of every number of accepted drafts, by a forward of its own that reads the same uniforms."""
+    model, prompts = student(variant, backbone(seed=2).double()).eval(), ids(6, 4)
+    uniforms, how = torch.rand(6, 40, generator=torch.Generator().manual_seed(4)), {"return_dict_in_generate": True}
+    how |= {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 30, "pad_token_id": 0}
+    out = model.generate(prompts, uniforms=uniforms, slot_budget="quadratic", **_COUPLED, **how)
+    cycles = zip(out.speculation.rows_drafts, out.speculation.rows_accepted)
+    for text, u, drafts, accepted in zip(out.sequences, uniforms, *zip(*cycles)):
+        place = 0
+        for draft, count in zip(drafts, accepted):
+            own = u[None, place : place + len(draft) + 1]  # the target picks with the first
+            slots = model(text[None, : 4 + place], uniforms=own).logits[:, 4 + place :]
+            want = slots[:, 1:].argmax(-1) if variant == "one_hot" else pick(own[:, 1:], slots[:, :-1].softmax(-1))
+            assert draft == want[0].tolist()
+            place += count + 1
+    assert set().union(*out.speculation.rows_accepted) >= {0, 1, 2}
+
+
 def pair(variant="one_hot", noise=0.02, base=None):
     """A larger model, and a small one that is a disturbed copy of it, with a student."""
     large = backbone(seed=2).double() if base is None else base

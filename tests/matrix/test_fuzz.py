@@ -141,7 +141,3 @@ def test_one_text(number, name, request):
         compare(model, rows, asked, how)
 
     check() if explores(request.config) else seed(number)(check)()
-
-
-def test_there_are_enough_examples():
-    assert EXAMPLES * len(MODELS) >= 300

@@ -34,10 +34,7 @@ Read = Callable[[Tensor, nn.Module], _T]
 
 
 def uniform_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return u [...] float32 in [low, high) [...] float64, at the share z [...] in [0, 1], and which are valid, bool.
-
-    None is valid where the interval is empty or holds no float32.
-    """
+    """Return u [...] float32 in [low, high) float64, at the share z in [0, 1], and which intervals hold a float32."""
     first, last = low.float(), high.float()
     # rounding to float32 may have left the interval, on either side
     first = torch.where(first.double() < low, torch.nextafter(first, torch.ones_like(first)), first)
@@ -107,11 +104,10 @@ class Sequences:
     def of(cls, inputs: Mapping[str, Tensor]) -> Sequences:
         """Read `input_ids` and, optionally, `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
-        A packed document begins where position ids do not grow by one, or where the number in the attention mask
-        changes. Sequences of one token are padded: they have nothing to complete.
+        A document begins where position ids do not grow by one, or the number in the attention mask changes.
         """
         tokens = inputs["input_ids"]
-        if (missing := 2 - tokens.shape[1]) > 0:
+        if (missing := 2 - tokens.shape[1]) > 0:  # sequences of one token have nothing to complete
             inputs = {"attention_mask": torch.ones_like(tokens), **inputs}
             inputs = {name: nn.functional.pad(each, (0, missing)) for name, each in inputs.items()}
             tokens = inputs["input_ids"]
@@ -206,8 +202,7 @@ class RandomDraws:
 
 
 class FixedDraws:
-    """Points of low-discrepancy sequences that depend on a token's position in its sequence alone, for evaluation: the
-    same loss every time, whatever the batches, and no generator is advanced."""
+    """For evaluation, points of low-discrepancy sequences by a token's position alone, whatever the batches."""
 
     def __init__(self, documents: Tensor) -> None:
         self.order = (documents > 0).long().cumsum(1)
@@ -300,8 +295,7 @@ class PackedBatch:
 
     @torch.no_grad()
     def written(self, scores: Scores, noise: Tensor) -> Tensor:
-        """Return the completions that the student writes from noise [B, C, L + 1], after `read`; categorical slots
-        write after the backbone's own token, whose uniform is the first."""
+        """Return the completions [B, C, ...] that the student writes from noise [B, C, L + 1], after `read`."""
         flat = self.slots(noise[..., :-1], _scores)
         drafted = Scores(flat.states.unflatten(1, (noise.shape[1], -1)), flat.head, flat.size)
         if self.config.is_one_hot:
@@ -310,7 +304,7 @@ class PackedBatch:
         def picked(scores: Scores, uniforms: Tensor, **sampling: Any) -> Tensor:
             return scores.mapped(lambda logits, u: (pick(u, target_probs(logits, **sampling)),), uniforms)[0]
 
-        own = picked(scores.at(self.starts - 1), noise[..., 0], **self.config.sampling)
+        own = picked(scores.at(self.starts - 1), noise[..., 0], **self.config.sampling)  # the token before the slots'
         return torch.cat([own[..., None], picked(drafted, noise[..., 1:])], dim=-1)
 
     def _layout(self, slots: int) -> tuple[Tensor, Tensor]:

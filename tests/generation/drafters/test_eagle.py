@@ -56,6 +56,14 @@ def test_between_cycles_it_knows_true_features_only(head, name, monkeypatch):
     head.backbone.generate(**batch, assistant_model=head, **GREEDY, **DRAFTS[name])
 
 
+def test_drafts_in_room_of_one_size_are_those_of_the_eager_loop(trained_pair):
+    head, prompts = trained_pair
+    options = GREEDY | left_padded(prompts) | dict(assistant_model=head, return_dict_in_generate=True)
+    eager, fixed = (head.backbone.generate(**options, cache_implementation=kind) for kind in (None, "static"))
+    assert eager.speculation == fixed.speculation
+    assert {1, 2, 3} <= set().union(*eager.speculation.rows_accepted)
+
+
 @pytest.mark.by_day("3")
 @pytest.mark.core
 @pytest.mark.parametrize("version", [1, 3])

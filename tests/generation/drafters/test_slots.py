@@ -8,32 +8,10 @@ import torch
 from tokenahead.modeling.ptp.session import SlotLayout, split_budget
 
 
-def test_every_row_sees_its_own_prefix_and_nothing_else():
-    for sizes in [[3], [2, 0, 1], [1, 4, 2, 3]]:
-        layout = SlotLayout.of(sizes, torch.device("cpu"))
-        cached = torch.tensor([[True, True, True], [False, True, True]])
-        seen = torch.cat([cached[:, None].expand(-1, len(layout.new), -1), layout.new.expand(2, -1, -1)], dim=2)
-        block, slots = len(sizes), [(d, k) for d, size in enumerate(sizes) for k in range(size)]
-        assert seen.shape == (2, block + len(slots), 3 + block + len(slots))
-        for row in range(2):
-            assert torch.equal(seen[row, :, :3], cached[row].expand(block + len(slots), 3))
-            for query in range(block + len(slots)):
-                group, place = (query, None) if query < block else slots[query - block]
-                tokens = [column <= group for column in range(block)]
-                others = [place is not None and group == d and k <= place for d, k in slots]
-                assert seen[row, query, 3:].tolist() == tokens + others
-
-
-def test_slots_of_a_group_per_row():
-    layout = SlotLayout.of([2, 0, 3], torch.device("cpu"))
-    index, exists = layout.of_group(torch.tensor([0, 2, 1]))
-    assert index[0, 0, :2].tolist() == [0, 1] and index[1, 0].tolist() == [2, 3, 4]
-    assert exists.tolist() == [[True, True, False], [True] * 3, [False] * 3]
-
-
-def test_branches_and_vectors_keep_apart():
-    """Two branches of two drafts, three vectors: what a row sees of the forward, by name."""
-    sizes, branches, vectors = [2, 0, 3], 2, 3
+@pytest.mark.parametrize(("branches", "vectors"), [(1, 1), (2, 3)])
+def test_rows_see_their_own_prefix_and_slots_and_nothing_else(branches, vectors):
+    """Groups of two slots, none and three behind branches of two drafts: what a row sees of the forward, by name."""
+    sizes = [2, 0, 3]
     layout = SlotLayout.of(sizes, torch.device("cpu"), branches, vectors)
     drafts = [(j, d) for j in range(branches) for d in (1, 2)]
     slots = list(zip(*(part.tolist() for part in (layout.branch, layout.group, layout.vector, layout.index_in_group))))
@@ -52,10 +30,10 @@ def test_branches_and_vectors_keep_apart():
             want = tokens, own
         names = [(0, 0), *drafts, *slots]
         assert [name for name, sees in zip(names, row) if sees] == want[0] + want[1]
-    index, exists = layout.of_group(torch.tensor([2, 0]), torch.tensor([1, 0]))
+    index, exists = layout.of_group(torch.tensor([2, 0]), torch.tensor([branches - 1, 0]))
     assert exists.tolist() == [[True, True, True], [True, True, False]]
     assert [[slots[i] for i in row] for row in index[0].tolist()] == [
-        [(1, 2, 0, 0), (1, 2, vector, 1), (1, 2, vector, 2)] for vector in range(vectors)
+        [(branches - 1, 2, vector if step else 0, step) for step in range(3)] for vector in range(vectors)
     ]
     assert [[slots[i] for i in row[:2]] for row in index[1].tolist()] == [
         [(0, 0, 0, 0), (0, 0, vector, 1)] for vector in range(vectors)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, MambaConfig, MistralConfig, RwkvConfig
 
 from tests.ptp_models import CONFIGS, backbone, ids, student
-from tokenahead import PTPConfig, PTPForCausalLM
+from tokenahead import PTPConfig, PTPForCausalLM, PTPStudent
 from tokenahead.modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
 
 
@@ -28,6 +28,18 @@ def test_tokens_are_the_backbones_bit_for_bit(variant, name):
     torch.testing.assert_close(plain.loss, base(tokens, labels=tokens).loss)
     got, want = (each(tokens, **slots).logits for each in (model, closed))
     assert torch.equal(got[:, :9], want[:, :9]) and not torch.equal(got[:, 9:], want[:, 9:])
+
+
+@torch.no_grad()
+def test_slots_of_a_new_student_are_what_its_backbone_computes():
+    base = backbone()
+    student = PTPStudent.from_backbone(base, num_slots=3)
+    model, tokens, uniforms = student.whole, ids(2, 5), torch.rand(2, 3)
+    embeds = model.with_slots(model.get_input_embeddings()(tokens), uniforms, None)
+    plain = base(inputs_embeds=embeds, position_ids=torch.tensor([[0, 1, 2, 3, 4, 4, 5, 6]])).logits
+    torch.testing.assert_close(model(tokens, uniforms=uniforms).logits, plain)
+    adapters = {name: each for name, each in PTPStudent(student.config).named_parameters() if "lora_" in name}
+    assert all(bool(each.any()) == ("lora_A" in name) for name, each in adapters.items())
 
 
 @pytest.mark.by_day("qwen3", "gpt2")

@@ -9,7 +9,7 @@ from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.tensors.sampling import pick
 from tokenahead.training import PTPOptions, PTPTrainer, regenerate
-from tokenahead.training.ptp.forwards import PackedBatch, Sequences, Teacher, draw_starts
+from tokenahead.training.ptp.forwards import PackedBatch, Sequences
 from tokenahead.training.ptp.losses import LOSSES, SEQUENCES, target_probs
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
@@ -156,23 +156,6 @@ def test_a_teacher_of_its_own(tmp_path):
     before = model.get_output_embeddings().weight.detach().clone()
     trainer(model, tmp_path, teacher=teacher).train()
     assert not torch.equal(model.get_output_embeddings().weight, before)
-
-
-def test_drafts_are_judged_as_their_texts_are():
-    model = student("categorical", backbone().double(), sampling=FOLDED)
-    batch = Sequences.of({"input_ids": ids(2, 7)})
-    starts, exists = draw_starts(batch.startable, 3, torch.rand(2, 7))
-    rows = PackedBatch(model, batch, starts, model.config)
-    written = rows.written(rows.read(), torch.rand(2, 3, 4))
-    assert written.shape == (2, 3, 4)
-    judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written, torch.rand(2, 3, 4))
-    logits = judged.scores.logits(judged.scores.states)
-    for row in range(2):
-        for completion in range(3):
-            start = int(starts[row, completion])
-            text = torch.cat([batch.tokens[row, :start], written[row, completion]])[None]
-            distribution = target_probs(model(text).logits[:, start - 1 : -1], **FOLDED)[0]
-            torch.testing.assert_close(target_probs(logits[row, completion], **FOLDED), distribution)
 
 
 def test_evaluation_is_logged_and_the_student_survives_a_folder(tmp_path):

@@ -24,7 +24,6 @@ from ...configuration.cache_names import CACHE, given_cache
 from ...configuration.evabyte import EvaByteConfig
 from ...generation.backbone.wrapped_models import untyped
 from ..common.loading import StrictLoadingMixin
-from ..heads.family import init_head
 from .cache import EvaBlock, EvaByteCache, EvaCacheLayer, SequenceLengths, SequenceMap, States
 
 if TYPE_CHECKING:
@@ -160,29 +159,7 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class EvaBytePreTrainedModel(PreTrainedModel):
-    """Config class, initialisation and capabilities of all EvaByte models."""
-
-    config: EvaByteConfig
-    config_class = EvaByteConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["EvaByteDecoderLayer"]
-    _skip_keys_device_placement = ["cache"]
-    _supports_sdpa = True
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        init_head(module, self.config.initializer_range)
-        if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
-            init.zeros_(module.weight)
-        elif isinstance(module, EvaAttention):
-            for parameter in (module.adaptive_mu_k, module.adaptive_phi):
-                init.copy_(parameter, torch.randn_like(parameter).clamp(-1, 1) * module.scaling)
-
-
-class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
+class EvaByteModel(StrictLoadingMixin, PreTrainedModel):
     """The backbone: token ids to hidden states.
 
     Positions and EVA's window grid follow from `attention_mask` and the cache, per sequence, so that a padded sequence
@@ -190,7 +167,12 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     and documents do not see each other.
     """
 
+    config: EvaByteConfig
+    config_class, base_model_prefix = EvaByteConfig, "model"
     remote_classes = {"AutoModel": "EvaByteModel"}
+    supports_gradient_checkpointing, _supports_sdpa = True, True
+    _no_split_modules = ["EvaByteDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
@@ -200,6 +182,15 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
+            init.zeros_(module.weight)
+        elif isinstance(module, EvaAttention):
+            for parameter in (module.adaptive_mu_k, module.adaptive_phi):
+                init.copy_(parameter, torch.randn_like(parameter).clamp(-1, 1) * module.scaling)
 
     @can_return_tuple
     def forward(

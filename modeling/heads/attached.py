@@ -43,7 +43,6 @@ from ...generation.contract import (
 )
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import cached_arange, to_device
-from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import Fields, read_json
 from ...generation.trees.growth import grow
@@ -108,17 +107,13 @@ class HeadSession(DraftSession):
     ) -> tuple[Tensor, Tensor | None]:
         """Return up to `length` tokens, up to one of which no sequence is sure, and their distributions where drawn."""
         options = self.options
-        if masks is not None:
-            draft, probs = distribution.draft(partial(self._choose_within, masks), length)
-        elif not options.do_sample and not options.threshold:
+        if masks is None and not options.do_sample and not options.threshold:
             return distribution.greedy(length, options.numbers.note), None
-        elif not options.do_sample:
-            draft, probs = distribution.draft(self._likeliest, length)
-        elif not options.processing.pointwise:  # nothing is warped: a plain ancestral sample
+        if masks is None and options.do_sample and not options.processing.pointwise:  # a plain ancestral sample
             draft, probs = distribution.sample_with_probs(length)
             self._note(probs)
         else:
-            draft, probs = distribution.draft(self._choose, length)
+            draft, probs = distribution.draft(partial(self._choose, masks), length)
         if options.threshold:
             length = options.sure_length(draft, probs)
         return draft[:, :length], probs[:, :length] if options.do_sample else None
@@ -134,23 +129,15 @@ class HeadSession(DraftSession):
     def _note(self, probs: Tensor) -> None:
         self.options.numbers.note(probs[..., self.column])
 
-    def _likeliest(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, masks: DraftMasks | None, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens and their distributions; masks know one position after the other, also where all come."""
+        if masks is not None and probs.dim() == 3:
+            steps = [self._choose(masks, step) for step in probs.unbind(1)]
+            return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)
         self._note(probs)
-        return probs.argmax(-1), probs
-
-    def _choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
-        self._note(probs)
-        q = warped(probs, self.options, self.vocabulary is not None)
-        return draw(q), q  # [B, V]
-
-    def _choose_within(self, masks: DraftMasks, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens of one position after the other, also where all positions [B, n, v] come at once."""
-        if probs.dim() == 2:
-            self._note(probs)
-            q = warped(probs, self.options, self.vocabulary is not None, masks)
-            return chosen(q, self.options, masks), q
-        steps = [self._choose_within(masks, step) for step in probs.unbind(1)]
-        return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)  # [B, n], [B, n, V]
+        if self.options.do_sample or masks is not None:
+            probs = warped(probs, self.options, self.vocabulary is not None, masks)
+        return chosen(probs, self.options, masks), probs  # [B], [B, V]
 
     def coverage(self, tokens: Tensor) -> float | None:
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
@@ -435,7 +422,9 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         if self.draft_layers is None and reads_last:  # features are the states, and there is no cache
             return HeadSession(after, options, [-1], vocabulary=part)
         if self.attends:
-            return AttendingHeadSession(self, options, self.features_of_call())
+            layers = self.draft_layers
+            read = self.features if layers is None else partial(self.features, layers=layers.bind(self.backbone))
+            return AttendingHeadSession(self, options, read)
         return HeadSession(after, options, self.hidden_layers, self.features, part)
 
     @property
@@ -514,11 +503,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         own = next(self.head.parameters())
         self.draft_layers = new_layers(self.config, self.backbone, count, rank, alpha).to(own.device, own.dtype)
         return self
-
-    def features_of_call(self) -> Callable[..., Tensor]:
-        """Return `features` for one call of `generate`, in which no weight changes."""
-        layers = self.draft_layers
-        return self.features if layers is None else partial(self.features, layers=layers.bind(self.backbone))
 
     def features(
         self,

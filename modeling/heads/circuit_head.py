@@ -54,18 +54,12 @@ class FFHead(LeafHead):
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
 
-    def forward(
-        self, hidden_states: Tensor, num_heads: int | None = None, backbone: Parts = None, start: int = 0
-    ) -> Tensor:
-        """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
-
-        The first `num_heads` heads are evaluated (all by default), without the first `start`.
-        """
-        count = self.num_heads if num_heads is None else num_heads
-        weight = self.weight
-        if (start, count) != (0, self.num_heads):
-            weight = weight[start * self.vocab_size : count * self.vocab_size]
-        return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
+    def forward(self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the logits [..., stop - start, V] of hidden states [..., D], in the dtype of the weights."""
+        weight, stop = self.weight, self.num_heads if stop is None else stop
+        if (start, stop) != (0, self.num_heads):
+            weight = weight[start * self.vocab_size : stop * self.vocab_size]
+        return nn.functional.linear(hidden_states, weight).unflatten(-1, (stop - start, self.vocab_size))
 
     def append(self, more: FFHead) -> None:
         self.weight = nn.Parameter(torch.cat([self.weight.detach(), more.weight.detach()]))
@@ -93,11 +87,9 @@ class SharedHead(LeafHead):
         super().__init__(vocab_size, num_heads)
         self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
 
-    def forward(
-        self, hidden_states: Tensor, num_heads: int | None = None, backbone: Parts = None, start: int = 0
-    ) -> Tensor:
-        """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`."""
-        maps = self.maps[start:num_heads]
+    def forward(self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the logits [..., stop - start, V] of hidden states [..., d]."""
+        maps = self.maps[start:stop]
         return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
     @torch.no_grad()
@@ -135,19 +127,13 @@ def _read_vllm(directory: Path) -> Directory:
     raise ValueError(f"{directory}: heads written for vLLM lack the first one; load their original directory")
 
 
-def _distribution(
-    head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
-) -> WindowDistribution:
-    run = partial(call, head) if torch.is_grad_enabled() else head  # without gradients, hooks of units do no harm
-    logits = run(features, config.num_depths if stop is None else stop, backbone, start)
-    return FactorisedDistribution(exact(logits.unsqueeze(-2)))  # [..., n, 1, V]
-
-
 def factorised_distribution(
     head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
 ) -> WindowDistribution:
-    """Return the distribution of a module whose forward returns `leaf_logits` of independent positions."""
-    return FactorisedDistribution(exact(call(head, features, backbone, start, stop)["leaf_logits"]))
+    """Return the distribution of a module whose forward returns logits [..., stop - start, V] of these positions."""
+    run = partial(call, head) if torch.is_grad_enabled() else head  # without gradients, hooks of units do no harm
+    logits = run(features, backbone, start, config.num_depths if stop is None else stop)
+    return FactorisedDistribution(exact(logits.unsqueeze(-2)))  # [..., n, 1, V]
 
 
 def _build(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
@@ -164,7 +150,7 @@ register(
     HeadFamily(
         FF,
         _build,
-        _distribution,
+        factorised_distribution,
         is_independent=True,
         layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm)],
         circuit=Circuit(FactorisedDistribution, ()),
@@ -210,7 +196,7 @@ class CircuitHead(nn.Module):
             sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)  # [..., r (1 + z r)]
         window = self.config.num_depths
         count = window if stop is None else stop
-        leaves = self.leaf(hidden_states, count * self.per_position, backbone)
+        leaves = self.leaf(hidden_states, backbone, 0, count * self.per_position)
         leaves = leaves.unflatten(-2, (count, self.per_position))  # [..., count, r or 1, V]
         if self.state_leaves is not None:
             leaves = leaves + self.state_leaves(hidden_states, count)  # [..., count, r, V]

@@ -261,11 +261,9 @@ class LayerHead(nn.Module):
         shares = (self.mix / self.config.mix_temperature).softmax(-1)  # [heads, layers]
         return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
 
-    def forward(
-        self, features: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None
-    ) -> dict[str, Tensor]:
-        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]  # [..., positions, d]
-        return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}  # [..., positions, 1, V]
+    def forward(self, features: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
+        return required(backbone).unembed(states)  # [..., stop - start, V]
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:

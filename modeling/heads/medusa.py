@@ -171,18 +171,14 @@ class MedusaHead(BlockHead):
         super().__init__(config, hidden_size, vocab_size)
         self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(config.num_drafts))
 
-    def forward(
-        self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return `leaf_logits` [..., n, 1, V] of states [..., d], or those of positions start .. stop - 1."""
+    def forward(self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the logits [..., stop - start, V] of states [..., d]."""
         indices = range(-1, len(self.blocks))[start:stop]
         states = [hidden_states if index < 0 else self.blocks[index](hidden_states) for index in indices]
         if self.unembeddings is None:  # one product for all positions
-            logits = exact(required(backbone).unembed(torch.stack(states, -2)))
-        else:
-            each = (self.unembed(state, index, backbone) for index, state in zip(indices, states))
-            logits = torch.stack([exact(part) for part in each], -2)
-        return {"leaf_logits": logits.unsqueeze(-2)}  # [..., n, 1, V]
+            return required(backbone).unembed(torch.stack(states, -2))
+        each = (self.unembed(state, index, backbone) for index, state in zip(indices, states))
+        return torch.stack([exact(part) for part in each], -2)
 
 
 def _blocks(config: MTPHeadConfig, width: int) -> Repeated:

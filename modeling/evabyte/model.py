@@ -327,7 +327,8 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Pr
         self.config.mtp_head, self.draft_layers = wanted, layers
         self.mtp_head = None if head is None else head.to(self.lm_head.weight)
         if head is None:
-            self._append_heads(self.window - self.config.num_pred_heads)
+            if (missing := self.window - self.config.num_pred_heads) > 0:
+                self._append_heads(missing)
         else:
             for module in head.modules():
                 init_head(module, self.config.initializer_range)
@@ -388,8 +389,6 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Pr
             tables.take(old)
 
     def _append_heads(self, count: int) -> None:
-        if count <= 0:
-            return
         config = self.config
         more = FFHead(config.hidden_size, config.vocab_size, count).to(self.lm_head.weight)
         more.reset_head(config.initializer_range)

@@ -92,15 +92,12 @@ class HeadSession(DraftSession):
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
-        hidden = self.hidden
-        masks = self.options.masks(tokens)
-        if is_tree:
-            hidden, last = hidden[:, None], last[:, None]  # [B, 1, F], [B, 1]
-        distribution = self.distribution(hidden, last, length)
-        if is_tree:
-            return grow(WindowGrowth(distribution, last), self.options, length, masks)
-        return DraftTree.chain(*self._chain(distribution, length, masks))
+        last, masks = to_device(tokens.last(), self.hidden.device), self.options.masks(tokens)
+        if self.options.draft_tree is None:
+            return DraftTree.chain(*self._chain(self.distribution(self.hidden, last, length), length, masks))
+        last = last[:, None]  # [B, 1]
+        growth = WindowGrowth(self.distribution(self.hidden[:, None], last, length), last)
+        return grow(growth, self.options, length, masks)
 
     def _chain(
         self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
@@ -299,7 +296,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         heads = cls(config)
         if draft_ids is not None:
             heads.set_draft_ids(draft_ids)
-        heads.family.start_from(heads.head, BackboneParts(backbone, heads.draft_vocabulary))
+        if (start := getattr(heads.head, "start_from", None)) is not None:
+            start(BackboneParts(backbone, heads.draft_vocabulary))
         return heads.attach(backbone)
 
     def parts(self) -> dict[str, nn.Module]:
@@ -341,10 +339,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             ignore_fields: Fields of its config.json that are passed over; unknown ones are refused.
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
                 should differ, as `loss_options`.
-
-        Raises:
-            ValueError: An unknown layout or field, unknown or missing tensors, a pickle of more than tensors, another
-                backbone.
         """
         heads, heads._expected_embedding = heads_from_official(cls, Path(folder), options, backbone, ignore_fields)
         return heads if backbone is None else heads.attach(backbone)
@@ -361,11 +355,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     @classmethod
     @reads_whole
     def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
-        """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.).
-
-        Raises:
-            ValueError: A directory of heads alone.
-        """
+        """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.)."""
         return backbone_from_official(Path(folder))
 
     def export(self, folder: str | PathLike, layout: str) -> None:
@@ -374,11 +364,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         Args:
             folder: The directory, which is created.
             layout: `"medusa"` (safetensors), `"vllm"` (Medusa, and independent heads as Medusa without blocks),
-                `"hydra"`, or `"gloeckle"` (with the backbone).
-
-        Raises:
-            ValueError: A layout that cannot hold these heads.
-            RuntimeError: The heads are not attached: some layouts repeat tensors of the backbone.
+                `"hydra"`, or `"gloeckle"` (with the backbone, to which heads are attached for these two).
         """
         with whole_directory(folder) as directory:
             export_head(self.config, self.head.state_dict(), lambda: self.backbone, directory, layout)
@@ -391,8 +377,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return {"method": "medusa", "num_speculative_tokens": self.config.num_drafts}
 
     def made_for(self) -> Mapping[str, object]:
-        vocabulary = {} if self.config.vocab_size is None else {"vocab_size": self.config.vocab_size}
-        return {"hidden_size": self.config.hidden_size} | vocabulary
+        sizes = {"hidden_size": self.config.hidden_size, "vocab_size": self.config.vocab_size}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         super().check_backbone(backbone)
@@ -494,9 +480,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             count: k, the number of the backbone's last layers.
             rank: Rank of their adapters.
             alpha: Scale times rank; None: twice the rank.
-
-        Raises:
-            ValueError: The heads have draft layers, or their own decoder layers.
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
@@ -512,14 +495,10 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         cache: Cache | None = None,
         layers: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """Return the features of the distribution of every position, [B, T, F].
+        """Return the features of the distribution of every position, [B, T, F], from the states `hidden_layers` names.
 
-        Args:
-            hidden_states: The backbone's, those that `hidden_layers` names, [B, T, d] by index.
-            attention_mask: [B, past + T], 0 for padding.
-            position_ids: [B or 1, T]; None: the real tokens are counted.
-            cache: Keys and values of earlier positions, where heads attend; extended.
-            layers: The draft layers, where they are bound already.
+        `attention_mask` is [B, past + T]; without `position_ids` [B or 1, T] the real tokens are counted. Heads that
+        attend extend `cache`. `layers` are the draft layers, where they are bound already.
         """
         if position_ids is None and self.attends:
             position_ids = counted_positions(hidden_states[self.hidden_layers[0]], attention_mask)

@@ -35,7 +35,6 @@ class LeafHead(nn.Module):
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.context: LeafContext | None = None
 
-    @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids; new rows of a head are drawn, or the mean of its rows (None)."""
         self.vocab_size = vocab_size
@@ -67,9 +66,8 @@ class FFHead(LeafHead):
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))  # [N, V, D]
-        rows = resized(rows, vocab_size, std).flatten(0, 1)  # [N V', D]
-        self.weight = nn.Parameter(rows, self.weight.requires_grad)
+        rows = resized(self.weight.unflatten(0, (self.num_heads, self.vocab_size)), vocab_size, std)  # [N, V', D]
+        self.weight = nn.Parameter(rows.flatten(0, 1), self.weight.requires_grad)
         super().resize(vocab_size, std)
 
     @torch.no_grad()
@@ -142,20 +140,15 @@ def _build(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Modul
     return head
 
 
-def _vllm_refusal(config: MTPHeadConfig) -> str | None:
-    return f"Medusa's heads read no tokens, and these have context={config.context}" if config.context else None
-
-
-register(
-    HeadFamily(
-        FF,
-        _build,
-        factorised_distribution,
-        is_independent=True,
-        layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm)],
-        circuit=Circuit(FactorisedDistribution, ()),
-    )
+_VLLM = HeadLayout(
+    "vllm",
+    lambda directory, fields: False,
+    _read_vllm,
+    lambda config: f"Medusa's heads read no tokens: context={config.context}" if config.context else None,
+    _write_vllm,
 )
+_CIRCUIT = Circuit(FactorisedDistribution, ())
+register(HeadFamily(FF, _build, factorised_distribution, is_independent=True, layouts=[_VLLM], circuit=_CIRCUIT))
 
 
 class CircuitHead(nn.Module):
@@ -256,9 +249,8 @@ class StateLeaves(nn.Module):
         init.normal_(self.maps, std=self.maps.shape[1] ** -0.5)
         init.zeros_(self.weight)
 
-    @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        self.weight = nn.Parameter(resized(self.weight, vocab_size, std), self.weight.requires_grad)
+        self.weight = resized(self.weight, vocab_size, std)
 
 
 def persistence(rank: int) -> float:

@@ -275,11 +275,6 @@ class LatentDistribution(WindowDistribution):
         """Whether weights can take the probabilities of a whole window, which are seldom below chance."""
         return self.full_window * math.log(self.size) < _RANGE
 
-    @cached_property
-    def counts_launches(self) -> bool:
-        """Whether a launch costs more than small products do: on accelerators."""
-        return self._all_leaves.device.type != "cpu"
-
     @property
     def full_window(self) -> int:
         """n, bound tokens included."""
@@ -492,25 +487,32 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Probabilities [..., 1 + (n - 2) r, r] in one launch: the root's, and every node's given its parent."""
-        return torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
+        """Probabilities [..., 1 + nodes r, r], the root's and every node's given its parent, in one launch.
+
+        They are the identity where a perfect tree would have a node.
+        """
+        sums = torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
+        if self.is_perfect:
+            return sums
+        nodes = sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
+        same = torch.eye(self.rank, dtype=sums.dtype, device=sums.device).expand_as(nodes[..., :1, :, :])
+        above = 2 ** (self.depth - 1) - 2  # nodes of the levels above the last one
+        last = count(above)
+        numbers_of = [*range(above), *(nodes.shape[-3] if left is None else next(last) for left in self.slots[::2])]
+        nodes = _select(torch.cat([nodes, same], -3), numbers_of, -3)
+        return torch.cat([sums[..., :1, :], nodes.flatten(-3, -2)], -2)
 
     @cached_property
     def root(self) -> Tensor:
         """Probabilities [..., r] of the first state."""
-        return self._sums[..., 0, :] if self.counts_launches else self.root_logits.softmax(-1)
+        return self._sums[..., 0, :]
 
     @cached_property
     def steps(self) -> list[Tensor]:
-        """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
-        counts, steps = [2**d for d in range(1, self.depth)], self.node_logits
-        steps = self._sums[..., 1:, :].unflatten(-2, steps.shape[-3:-1]) if self.counts_launches else steps.softmax(-1)
-        if not self.is_perfect and counts:
-            same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
-            found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
-            nodes += [next(found) if left is not None else steps.shape[-3] for left in self.slots[::2]]
-            steps = _select(torch.cat([steps, same], -3), nodes, -3)
-        return list(steps.split(counts, -3)) if counts else []
+        """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on."""
+        counts = [2**d for d in range(1, self.depth)]
+        nodes = self._sums[..., 1:, :].unflatten(-2, (sum(counts), self.rank))
+        return list(nodes.split(counts, -3)) if counts else []
 
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """Return the messages up (what a whole span says of its parent's state), then weights down."""
@@ -546,7 +548,8 @@ class TreeDistribution(LatentDistribution):
                 return None if position is None else known[position]
             leaf = leaves[position]
             return column(leaf, (yield moved(weights, leaf)))
-        in_pairs = self.counts_launches and unit is never and self.reader is None
+        counts_launches = self.root_logits.device.type != "cpu"  # one costs more than small products do
+        in_pairs = counts_launches and unit is never and self.reader is None
         if in_pairs and 0 < level == self.depth - 1 and self._pairs is not None:
             return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
@@ -599,27 +602,15 @@ class TreeDistribution(LatentDistribution):
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Every state's row of every node; a known first token weighs those on its path to the root."""
-        if self.is_perfect and self.counts_launches:
-            return self._sums, self._factors(known[0]) if known else None
-        tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
-        if known:
-            message = known[0]
-            for level in reversed(range(1, self.depth)):
-                start = 1 + (2**level - 2) * self.rank  # the level's first node, behind 2^level - 2 others
-                message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
-            tables[..., 0, :].mul_(message)
-        return tables, None
-
-    def _factors(self, message: Tensor) -> Tensor:
-        """What a first token [..., r] makes of all rows of `_sums`, put together in one launch."""
-        factors = list[Tensor]()
+        if not known:
+            return self._sums, None
+        message, factors = known[0], list[Tensor]()
+        one = _one(message.dtype, message.device)
         for level in reversed(range(1, self.depth)):
-            others = _one(message.dtype, message.device).expand(
-                *message.shape[:-1], (2**level - 1) * self.rank, self.rank
-            )
+            others = one.expand(*message.shape[:-1], (2**level - 1) * self.rank, self.rank)
             factors = [message[..., None, :].expand(*message.shape, self.rank), others, *factors]
             message = moved(message, self.steps[level - 1][..., 0, :, :].mT)
-        return torch.cat([message[..., None, :], *factors], -2)
+        return self._sums, torch.cat([message[..., None, :], *factors], -2)
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)

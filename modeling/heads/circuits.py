@@ -548,8 +548,7 @@ class TreeDistribution(LatentDistribution):
                 return None if position is None else known[position]
             leaf = leaves[position]
             return column(leaf, (yield moved(weights, leaf)))
-        counts_launches = self.root_logits.device.type != "cpu"  # one costs more than small products do
-        in_pairs = counts_launches and unit is never and self.reader is None
+        in_pairs = self.counts_launches and unit is never and self.reader is None
         if in_pairs and 0 < level == self.depth - 1 and self._pairs is not None:
             return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
@@ -561,6 +560,11 @@ class TreeDistribution(LatentDistribution):
         assert seen is not None
         seen = seen if left is None else unit(left * seen)
         return seen if step is None else moved(seen, step.mT)
+
+    @cached_property
+    def counts_launches(self) -> bool:
+        """Whether a launch costs more than small products do: on accelerators."""
+        return self.root_logits.device.type != "cpu"
 
     @cached_property
     def _pairs(self) -> Tensor | None:

@@ -89,13 +89,6 @@ def test_golden_error_case_other_roles_are_refused(mask):
 # --- text and ids -----------------------------------------------------------------------------------------------------
 
 
-@given(PLAIN_TEXT)
-def test_text_without_literals_is_its_bytes_and_comes_back(text):
-    ids = TOKENIZER(text)["input_ids"]
-    assert ids == [1, *(byte + 64 for byte in text.encode())]
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
-
-
 @given(st.lists(PLAIN_TEXT | LITERALS, max_size=8).map("".join))
 def test_any_text_comes_back_and_split_special_tokens_makes_bytes_of_literals(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text

@@ -63,24 +63,6 @@ def test_drafts_are_drawn_from_what_a_calls_processors_leave(kind):
     assert drawn.speculation.drafts == likeliest.speculation.drafts and len(drawn.speculation.drafts[0]) == 3
 
 
-def test_it_works_on_evabyte_too(trained):
-    expected = trained.generate(PROMPT, use_mtp=False, **GREEDY)
-    heads = MTPHeads.from_backbone(trained, window=3, unembedding="own")
-    try:
-        assert torch.equal(trained.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
-    finally:
-        heads.detach()
-
-
-def test_shared_heads_start_as_the_backbones_own_head():
-    base = backbone()
-    heads = MTPHeads.from_backbone(base, window=3)
-    out = base(PROMPT, output_hidden_states=-1)
-    distribution = heads.window_distribution(out.hidden_states[-1][:, -1])
-    expected = out.logits[:, -1].log_softmax(-1)[:, None].expand(-1, 3, -1)
-    torch.testing.assert_close(distribution.conditional_log_probs(torch.zeros(1, 3, dtype=torch.long)), expected)
-
-
 def test_a_folder_of_heads_is_small_and_round_trips(tmp_path):
     base = backbone(vocab_size=4000)
     heads = MTPHeads.from_backbone(base, window=4)
@@ -125,18 +107,6 @@ def test_training_on_a_frozen_backbone_raises_acceptance():
         loss.backward()
         optimizer.step()
     assert tokens_per_call() > max(1.5, before)
-
-
-def test_packed_documents_and_padding_are_masked():
-    base = backbone()
-    heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
-    labels = torch.randint(2, 64, (1, 12))
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    out = heads(labels, position_ids=positions, labels=labels)
-    parts = [heads(part, labels=part) for part in (labels[:, :7], labels[:, 7:])]
-    counts = torch.tensor([[6, 5, 4], [4, 3, 2]])
-    expected = sum(p.head_losses * c for p, c in zip(parts, counts)) / counts.sum(0)
-    torch.testing.assert_close(out.head_losses, expected, atol=1e-5, rtol=0)
 
 
 def test_another_backbone_is_refused_by_name():

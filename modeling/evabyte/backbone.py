@@ -68,22 +68,16 @@ class EvaAttention(nn.Module):
         query, key, value = (
             p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
-        return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))  # [R, M, D]
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, block: EvaBlock, cache: EvaCacheLayer | None
-    ) -> Tensor:
-        """Return [R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
+        query, key = apply_rotary_pos_emb(query, key, *rotary)  # [R, H, M, d]
         memory = (key, value)
         if cache is not None:
             stored = cache.update(key, value, block, self.summarise)
             memory = memory if block.is_fresh else stored
-        windows = self._attend_windows if block.is_long else self._attend_block
-        output = windows(query, memory, block, cache)
+        attend = self._attend_windows if block.is_long else self._attend_block
+        output = attend(query, memory, block, cache)  # [R, M, H, d]
         if cache is not None:
             cache.summarise_after(block, self.summarise)
-        return output
+        return self.o_proj(output.flatten(2))  # [R, M, D]
 
     def summarise(self, keys: Tensor, values: Tensor) -> States:
         """Return summaries [..., H, T / C, d] of rotated keys and values [..., H, T, d]; C divides T."""

@@ -310,14 +310,11 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Pr
         return OwnAndDraftHeads(self.lm_head, self.draft_heads, self.config.vocab_size)
 
     def set_head(self, **options: Any) -> None:
-        """Replace the head; the new one is initialised from the FF heads.
+        """Replace the head; `options` are fields of `MTPHeadConfig`, the old window and draft layers by default.
 
         FF heads are appended (drawn like fresh weights) where the window needs more; a circuit starts with every
         state of position i equal to FF head i, so that its distribution is that of the FF heads, and with random sum
         weights. Tables of tokens before (`context`) are taken over where both heads have the same.
-
-        Args:
-            **options: Fields of `MTPHeadConfig`; the window and draft layers are unchanged by default.
         """
         check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head

@@ -52,7 +52,7 @@ from ..common.learning import DraftModel, States, WindowHeadMixin, counted_posit
 from ..common.outputs import MTPOutput
 from .context import tables_of
 from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
-from .layer import DraftLayers, LayerAdapters, new_layers
+from .layer import DraftLayers, LayerAdapters
 from .losses import depth_targets, head_loss
 from .official import backbone_from_official, engine_layout, export_head, heads_from_official, published_layout
 from .window_distribution import PartialDistribution, WindowDistribution
@@ -483,8 +483,15 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
+        changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
+        changes |= {"backbone_config": self.backbone.config.get_text_config().to_dict()}
+        layers = DraftLayers(MTPHeadConfig.from_dict(self.config.to_dict() | changes))
+        for module in layers.modules():
+            init_head(module, self.config.initializer_range)
+        for name, value in changes.items():
+            setattr(self.config, name, value)
         own = next(self.head.parameters())
-        self.draft_layers = new_layers(self.config, self.backbone, count, rank, alpha).to(own.device, own.dtype)
+        self.draft_layers = layers.to(own.device, own.dtype)
         return self
 
     def features(

@@ -387,10 +387,7 @@ class ChainDistribution(LatentDistribution):
         return torch.stack(weights, -2)
 
     def _solved(self, root: Tensor, seen: Tensor, steps: Tensor) -> Tensor:
-        """The whole filter as one triangular system w A = (root, 0, ..): few launches, where it is small.
-
-        A has the identity on its diagonal, which is not read, and minus each weighted step right of it.
-        """
+        """The filter as one triangular system w A = (root, 0, ..): A = 1 - weighted steps right of the diagonal."""
         size = seen.shape[-3] + 1
         system = root.new_zeros(*root.shape[:-1], size, self.rank, size, self.rank)  # [..., n, r, n, r]
         system.diagonal(1, -4, -2).movedim(-1, -3).addcmul_(seen, steps, value=-1)  # right of the diagonal
@@ -487,10 +484,7 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Probabilities [..., 1 + nodes r, r], the root's and every node's given its parent, in one launch.
-
-        They are the identity where a perfect tree would have a node.
-        """
+        """Probabilities [..., 1 + nodes r, r]: the root's, every node's, and the identity where a tree has a gap."""
         sums = torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
         if self.is_perfect:
             return sums
@@ -584,10 +578,7 @@ class TreeDistribution(LatentDistribution):
         return tables
 
     def _visit_pair(self, index: int, weights: Tensor, leaves: Sequence[Tensor], known: list[Tensor]) -> Walk:
-        """Walk the two positions of a last node; returns what they say of its parent's state.
-
-        Weighted rows next to those of every state of the parent make one launch out of two.
-        """
+        """Walk the two positions of a last node: weighted rows beside those of every state make one launch of two."""
         first, second = 2 * index, 2 * index + 1
         if first < len(known):
             seen = self.steps[-1][..., index, :, :] * known[first][..., None, :]  # [..., r, r]

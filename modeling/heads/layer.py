@@ -141,22 +141,6 @@ class DraftLayers(LayerAdapters):
         return norm(states)
 
 
-def new_layers(
-    config: MTPHeadConfig, backbone: PreTrainedModel, count: int, rank: int, alpha: float | None
-) -> DraftLayers:
-    """Return draft layers for heads that have none, and give their config the options of these."""
-    changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-    changes |= {"backbone_config": backbone.config.get_text_config().to_dict()}
-    checked = MTPHeadConfig.from_dict(config.to_dict() | changes)
-    layers = DraftLayers(checked)
-    for module in layers.modules():
-        if isinstance(module, Adapter):
-            module.reset_head(config.initializer_range)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return layers
-
-
 FILE, PARAMS = "consolidated.pth", "params.json"
 _LAYER = {
     "attention.wq": "self_attn.q_proj",

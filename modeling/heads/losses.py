@@ -148,12 +148,6 @@ def counts_of_update(
     return own * items.flatten().to(own.device) / (counted != IGNORE).sum().clamp(min=1)
 
 
-def depth_means(terms: Tensor, valid: Tensor) -> Tensor:
-    """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
-    terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))
-    return terms.sum((0, 1)) / valid.sum((0, 1))
-
-
 def head_loss(
     head: nn.Module,
     config: MTPHeadConfig,

@@ -316,17 +316,6 @@ def test_files_from_before_contexts_read_as_heads_without_and_missing_tables_are
         MTPHeads.from_pretrained(tmp_path)
 
 
-def test_a_backbone_of_another_vocabulary_is_refused_by_name(tmp_path):
-    base = backbone()
-    heads = MTPHeads.from_backbone(base, window=5, **HEADS["ff"])
-    heads.save_pretrained(tmp_path)
-    base.resize_token_embeddings(80)
-    with pytest.raises(ValueError, match="vocab_size.*64.*80"):
-        base.generate(IDS, max_new_tokens=4, assistant_model=heads)
-    with pytest.raises(ValueError, match="vocab_size.*64.*80"):
-        MTPHeads.from_pretrained(tmp_path).attach(base)
-
-
 def test_an_engine_that_reads_no_tokens_is_refused_by_name(tmp_path):
     heads = MTPHeads.from_backbone(backbone(), window=5, **HEADS["ff"])
     with pytest.raises(ValueError, match="layout='vllm'.*context=2"):

@@ -62,7 +62,7 @@ class EvaDraftLayers(LayerAdapters):
         return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
 
 
-def install_published(model: PreTrainedModel, folder: Path) -> None:
+def install_published(model: EvaByteForMTPC, folder: Path) -> None:
     """Give a model the heads in a directory of MtPC's authors; if independent, without the first, its own `lm_head`."""
     if not MTPC.recognises(folder, {}):
         raise ValueError(f"{folder}: no model@N.pt of MtPC's authors")
@@ -72,8 +72,7 @@ def install_published(model: PreTrainedModel, folder: Path) -> None:
         if (own := getattr(model.config, name)) != value:
             raise ValueError(f"{folder}: {name} of its backbone is {value}, and this backbone has {own}")
     del fields["base_model_name_or_path"]
-    config = cast(EvaByteConfig, model.config)
-    wanted = possible_head(config, MTPHeadConfig(**fields))
+    config, wanted = model.config, possible_head(model.config, MTPHeadConfig(**fields))
     adapters, what = below(tensors, LAYERS), f"{folder}: its tensors do not make {fields['head_type']!r} heads"
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYERS)}
     layers = EvaDraftLayers(config, wanted) if adapters else None
@@ -86,12 +85,12 @@ def install_published(model: PreTrainedModel, folder: Path) -> None:
         drafts = FFHead(config.hidden_size, config.vocab_size, wanted.num_drafts)
         head = drafts if is_independent else build_head(wanted, config.hidden_size, config.vocab_size)
     load_tensors(head, tensors, what, assign=True)
-    own_head = cast(nn.Linear, model.get_output_embeddings())
-    parts = {"draft_layers": layers, "mtp_head": None if is_independent else head}
+    like = model.lm_head.weight
+    head.to(like)  # in place, as for every module
+    model.mtp_head = None if is_independent else head
+    model.draft_layers = None if layers is None else layers.to(like)
     if is_independent:
-        parts["draft_heads"], config.num_pred_heads = head, wanted.num_depths
-    for name, part in parts.items():
-        setattr(model, name, part if part is None else part.to(own_head.weight))
+        model.draft_heads, config.num_pred_heads = drafts, wanted.num_depths
     config.mtp_head = wanted
 
 
@@ -154,9 +153,9 @@ def _split(weight: Tensor, config: EvaByteConfig) -> dict[str, Tensor]:
     return {OWN: weight[:size].clone(), DRAFTS: weight[size:].clone()}
 
 
-def _split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+def _split_state_dict(model: EvaByteForMTPC, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
     if (weight := state_dict.get(prefix + OWN)) is not None:
-        parts = _split(weight, cast(EvaByteConfig, model.config))
+        parts = _split(weight, model.config)
         state_dict |= {prefix + name: part for name, part in parts.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class SharedHead(LeafHead):
         init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
 
 
-def vllm_fields(config: MTPHeadConfig, **values: Any) -> Fields:
+def vllm_fields(config: MTPHeadConfig, **values: object) -> Fields:
     """Return the `config.json` of heads that vLLM runs with its own Medusa class."""
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_heads": config.num_drafts}
     options = {"truncated_vocab_size": config.vocab_size, "max_paths": 64, "topk": 10}

@@ -94,7 +94,7 @@ class HeadFamily:
     features: Callable[..., Tensor] = last_state
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], Fields | None] = lambda config, text: None
-    fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
+    fit: Callable[..., None] = lambda head, config, backbone: None
     is_independent: bool = False
     layouts: Sequence[HeadLayout] = ()
     circuit: Circuit | None = None

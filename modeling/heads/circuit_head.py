@@ -254,11 +254,8 @@ class StateLeaves(nn.Module):
 
 
 def persistence(rank: int) -> float:
-    """Return what, added to the diagonal of random logits [r, r] of deviation 0.5, makes their softmax's mean 0.85.
-
-    Equal logits need log(0.85 / 0.15 (r - 1)), and noise takes 0.2 from that.
-    """
-    return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2
+    """Return what, added to the diagonal of random logits [r, r] of deviation 0.5, makes their softmax's mean 0.85."""
+    return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2  # of equal logits; noise takes 0.2 from that
 
 
 def circuit_from_logits(

@@ -90,17 +90,11 @@ class LatentDistribution(WindowDistribution):
 
     @abstractmethod
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
-        """q(z_owner(i), x_1..x_{i-1}) from leaves at the tokens [..., n, r], in the weights of `ring`: [..., n, r].
-
-        Those of the first m positions, given their evidence alone, are exact.
-        """
+        """q(z_owner(i), x_1..x_{i-1}) [..., n, r] in `ring`, of the first n positions from leaves at their tokens."""
 
     @abstractmethod
     def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        """Yield the probabilities [..., v] of each position after the known ones; `unit` scales weights.
-
-        A leaf is looked up once, when all tokens before it are chosen.
-        """
+        """Yield the probabilities [..., v] of positions after the known ones, whose leaves are looked up in turn."""
 
     @abstractmethod
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -253,10 +247,8 @@ class LatentDistribution(WindowDistribution):
         return tokens, (weights[..., None, :] @ own)[..., 0, :]  # [..., length, v]
 
     def _raced(self, own: Tensor, known: list[Tensor]) -> Tensor:
-        """Return the leaves [..., m, v] of states that are drawn, raced: their argmaxes are an ancestral sample.
-
-        A race argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up.
-        """
+        """Return the leaves [..., m, v] of states that are drawn, raced: their argmaxes are an ancestral sample."""
+        # argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up
         length, (tables, factors) = own.shape[-3], self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)

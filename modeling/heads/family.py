@@ -167,10 +167,7 @@ def window_distribution(
     backbone: Parts = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
-    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
-
-    The head computes in its own dtype, not that of the features. A draft vocabulary is that of its columns.
-    """
+    """Return the distribution of the next `window` tokens given features [..., F], in float32 (float64 stays)."""
     whole = FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone)
     return _over_ids(with_context(whole, head, config), vocabulary)
 

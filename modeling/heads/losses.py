@@ -283,9 +283,6 @@ def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
 
 
 def balance_factors(squares: Tensor) -> Tensor:
-    """Return the roots of the mean squared term of depth 1 over that of each depth, [n] (Mehra et al. 2025).
-
-    They are 1 where one of the mean squared terms [n] is 0: a depth without targets has none.
-    """
+    """Return the roots of the mean squared term of depth 1 over that of each depth, [n]; 1 where one is 0 (Mehra)."""
     known = (squares > 0) & (squares[:1] > 0)
     return torch.where(known, squares[:1] / squares.where(known, torch.ones_like(squares)), 1.0).sqrt()

@@ -330,10 +330,7 @@ class HydraHead(BlockHead):
         return torch.cat([states[-1].to(state.dtype), state], -1)
 
     def drafted(self, k: int, features: Tensor, known: Tensor) -> Tensor:
-        """Return the state [..., d] that head k unembeds (-1: the backbone's own), given embeddings [..., k + 1, d].
-
-        `features` [..., 2 d] are h and s; at [..., d], s is h.
-        """
+        """Return the state [..., d] of head k (-1: h) at h and s [..., 2 d] (or s), after known [..., k + 1, d]."""
         if k < 0:
             return features[..., : self.width]
         block, inputs = cast(Block, self.firsts[k]), features[..., -self.width :]
@@ -342,10 +339,7 @@ class HydraHead(BlockHead):
         return self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
 
     def together(self, features: Tensor, known: Tensor, bound: int, backbone: Parts) -> Tensor:
-        """Return the logits [..., m + 1 - bound, V] after the first `bound`, .., m of m known tokens [..., m, d].
-
-        They are one product with the unembedding that all heads share.
-        """
+        """Return logits [..., m + 1 - bound, V] after the first `bound`, .., m of known [..., m, d]: one product."""
         states = [self.drafted(k - 1, features, known[..., :k, :]) for k in range(bound, known.shape[-2] + 1)]
         return required(backbone).unembed(torch.stack(torch.broadcast_tensors(*states), -2))
 

@@ -133,10 +133,7 @@ class Checkpoint:
         return sums
 
     def kind(self, window: int, rank: int, sums: list[Sum]) -> tuple[str, bool]:
-        """Return the family of a circuit with these sums, and whether all its steps share one.
-
-        `cp` of one component is `ff`. Without a config.yaml, the shapes decide.
-        """
+        """Return the family of a circuit with these sums (`cp` of rank 1 is `ff`), and whether its steps share one."""
         root, step = (1, 1, rank), (1, rank, rank)
         known = {"cp": [[root]], "hmm": [[step] * (window - 1) + [root], [step, root]]}
         if rank == 1:
@@ -188,7 +185,7 @@ class Checkpoint:
         if not isinstance(alpha, int | float) or alpha <= 0:
             raise ValueError(f"{self.settings.file}: {_ADAPTOR}lora_alpha={alpha!r}: the adapters' scale is needed")
         options = {"draft_layers": len(layers), "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-        return options | {"backbone_config": {"num_hidden_layers": count}}, tensors
+        return options | {"backbone_config": {"num_hidden_layers": count}}, tensors  # the rest of it is not stored
 
 
 def _shape(layer: Sum) -> tuple[int, ...]:
@@ -198,10 +195,7 @@ def _shape(layer: Sum) -> tuple[int, ...]:
 
 
 def read_published(directory: Path) -> Directory:
-    """Return the options and tensors of the heads in the last checkpoint of a directory; adapters below `LAYERS`.
-
-    Of draft layers, `backbone_config` holds the number of the backbone's layers alone.
-    """
+    """Return the options and tensors of the heads in the last checkpoint of a directory; adapters below `LAYERS`."""
     stored = Checkpoint(directory)
     settings, (adapted, adapters) = stored.settings, stored.adapters()
     leaves = stored.take(_LEAVES, None, None, None, None)

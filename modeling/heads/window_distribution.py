@@ -117,10 +117,7 @@ class WindowDistribution(ABC):
 
     @abstractmethod
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Let `choose` pick `length` tokens (None: the window), each from its exact conditional.
-
-        Return tokens [..., length], and the distributions they were drawn from [..., length, v].
-        """
+        """Return `length` tokens (None: all) that `choose` picks from exact conditionals, and their distributions."""
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n]; 0 at `unknown` ones, which are summed out."""

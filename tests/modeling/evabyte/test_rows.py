@@ -45,17 +45,6 @@ def test_packed_documents_in_a_padded_batch():
         check(SequenceMap.from_documents(mask, positions), mask, [[2], [3, 4, 5], [6, 7], [8]])
 
 
-def test_random_masks_come_back():
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        mask = torch.rand(4, 9, generator=generator) < 0.6
-        positions = torch.randint(0, 3, (4, 9), generator=generator)
-        flat = torch.arange(36).view(4, 9)
-        for rows in (SequenceMap.from_mask(mask), SequenceMap.from_documents(mask, positions)):
-            assert torch.equal(rows.restore(rows.gather(flat))[mask], flat[mask])
-            assert int(rows.counts.sum()) == int(mask.sum())
-
-
 def test_a_batch_of_padding_alone_has_rows_too():
     mask = torch.zeros(2, 3, dtype=torch.bool)
     rows = SequenceMap.from_documents(mask, torch.arange(3)[None])

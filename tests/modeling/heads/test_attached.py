@@ -2,49 +2,21 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModel, Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from tests.modeling.heads.backbones import backbone
 from tokenahead import MTPHeadConfig, MTPHeads
 
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma3TextConfig]
 PROMPT = torch.arange(5, 15)[None]
 GREEDY = dict(max_new_tokens=24, do_sample=False)
-
-
-def backbone(config_class=LlamaConfig, **changes):
-    torch.manual_seed(1)
-    base = AutoModelForCausalLM.from_config(config_class(**(SIZES | {"initializer_range": 0.1} | changes))).eval()
-    base.generation_config.eos_token_id = None
-    return base
 
 
 @pytest.mark.by_day("LlamaConfig-shared", "Gemma3TextConfig-own")
 @pytest.mark.parametrize("unembedding", ["shared", "own"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_greedy_output_is_the_backbones_own(family, unembedding):
-    base = backbone(family)
+    base = backbone(family, head_dim=8)
     expected = base.generate(PROMPT, **GREEDY)
     heads = MTPHeads.from_backbone(base, window=4, unembedding=unembedding)
     assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)

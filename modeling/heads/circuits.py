@@ -476,17 +476,8 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Probabilities [..., 1 + nodes r, r]: the root's, every node's, and the identity where a tree has a gap."""
-        sums = torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
-        if self.is_perfect:
-            return sums
-        nodes = sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
-        same = torch.eye(self.rank, dtype=sums.dtype, device=sums.device).expand_as(nodes[..., :1, :, :])
-        above = 2 ** (self.depth - 1) - 2  # nodes of the levels above the last one
-        last = count(above)
-        numbers_of = [*range(above), *(nodes.shape[-3] if left is None else next(last) for left in self.slots[::2])]
-        nodes = _select(torch.cat([nodes, same], -3), numbers_of, -3)
-        return torch.cat([sums[..., :1, :], nodes.flatten(-3, -2)], -2)
+        """Probabilities [..., 1 + (n - 2) r, r] in one launch: the root's, and every node's given its parent."""
+        return torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
 
     @cached_property
     def root(self) -> Tensor:
@@ -495,10 +486,15 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def steps(self) -> list[Tensor]:
-        """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on."""
+        """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
         counts = [2**d for d in range(1, self.depth)]
-        nodes = self._sums[..., 1:, :].unflatten(-2, (sum(counts), self.rank))
-        return list(nodes.split(counts, -3)) if counts else []
+        steps = self._sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
+        if not self.is_perfect and counts:
+            same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
+            found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
+            nodes += [next(found) if left is not None else steps.shape[-3] for left in self.slots[::2]]
+            steps = _select(torch.cat([steps, same], -3), nodes, -3)
+        return list(steps.split(counts, -3)) if counts else []
 
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """Return the messages up (what a whole span says of its parent's state), then weights down."""
@@ -589,15 +585,18 @@ class TreeDistribution(LatentDistribution):
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Every state's row of every node; a known first token weighs those on its path to the root."""
+        rows = self._sums
+        if not self.is_perfect:
+            rows = torch.cat([rows[..., :1, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
         if not known:
-            return self._sums, None
+            return rows, None
         message, factors = known[0], list[Tensor]()
         one = _one(message.dtype, message.device)
         for level in reversed(range(1, self.depth)):
             others = one.expand(*message.shape[:-1], (2**level - 1) * self.rank, self.rank)
             factors = [message[..., None, :].expand(*message.shape, self.rank), others, *factors]
             message = moved(message, self.steps[level - 1][..., 0, :, :].mT)
-        return self._sums, torch.cat([message[..., None, :], *factors], -2)
+        return rows, torch.cat([message[..., None, :], *factors], -2)
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)

@@ -497,7 +497,8 @@ class EvaByteCache(Cache):
         for layer in self.layers:
             layer.select(indices)
 
-    reorder_cache = batch_select_indices
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))

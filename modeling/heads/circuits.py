@@ -254,7 +254,7 @@ class LatentDistribution(WindowDistribution):
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
         early = early.unflatten(-1, tables.shape[-2:])  # [..., R, r]
-        early = early if factors is None else early.div_(factors)
+        early = early if factors is None else early / factors
         states = self._states((tables / early).argmax(-1), self.bound)[..., :length]  # [..., length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
         return rows / late.unflatten(-1, (length, self.size))

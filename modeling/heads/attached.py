@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.head_families import HEAD_FAMILIES
@@ -344,9 +344,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return heads if backbone is None else heads.attach(backbone)
 
     @classmethod
-    def check_model_type(
-        cls, name: str | PathLike | None, config: str | PathLike | PreTrainedConfig | None = None, **hub: Any
-    ) -> None:
+    def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
         folder = Path(str(name))
         fields = read_json(folder / "config.json")
         is_own = config is not None or fields.get("model_type") == MTPHeadConfig.model_type or not folder.is_dir()

@@ -24,7 +24,6 @@ from ...configuration.cache_names import CACHE, given_cache
 from ...configuration.evabyte import EvaByteConfig
 from ...generation.backbone.wrapped_models import untyped
 from ..common.loading import StrictLoadingMixin
-from ..heads.family import init_head
 from .cache import EvaBlock, EvaByteCache, EvaCacheLayer, SequenceLengths, SequenceMap, States
 
 if TYPE_CHECKING:
@@ -69,22 +68,16 @@ class EvaAttention(nn.Module):
         query, key, value = (
             p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
-        return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))  # [R, M, D]
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, block: EvaBlock, cache: EvaCacheLayer | None
-    ) -> Tensor:
-        """Return [R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
+        query, key = apply_rotary_pos_emb(query, key, *rotary)  # [R, H, M, d]
         memory = (key, value)
         if cache is not None:
             stored = cache.update(key, value, block, self.summarise)
             memory = memory if block.is_fresh else stored
-        windows = self._attend_windows if block.is_long else self._attend_block
-        output = windows(query, memory, block, cache)
+        attend = self._attend_windows if block.is_long else self._attend_block
+        output = attend(query, memory, block, cache)  # [R, M, H, d]
         if cache is not None:
             cache.summarise_after(block, self.summarise)
-        return output
+        return self.o_proj(output.flatten(2))  # [R, M, D]
 
     def summarise(self, keys: Tensor, values: Tensor) -> States:
         """Return summaries [..., H, T / C, d] of rotated keys and values [..., H, T, d]; C divides T."""
@@ -160,29 +153,7 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class EvaBytePreTrainedModel(PreTrainedModel):
-    """Config class, initialisation and capabilities of all EvaByte models."""
-
-    config: EvaByteConfig
-    config_class = EvaByteConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["EvaByteDecoderLayer"]
-    _skip_keys_device_placement = ["cache"]
-    _supports_sdpa = True
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        init_head(module, self.config.initializer_range)
-        if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
-            init.zeros_(module.weight)
-        elif isinstance(module, EvaAttention):
-            for parameter in (module.adaptive_mu_k, module.adaptive_phi):
-                init.copy_(parameter, torch.randn_like(parameter).clamp(-1, 1) * module.scaling)
-
-
-class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
+class EvaByteModel(StrictLoadingMixin, PreTrainedModel):
     """The backbone: token ids to hidden states.
 
     Positions and EVA's window grid follow from `attention_mask` and the cache, per sequence, so that a padded sequence
@@ -190,7 +161,12 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     and documents do not see each other.
     """
 
+    config: EvaByteConfig
+    config_class, base_model_prefix = EvaByteConfig, "model"
     remote_classes = {"AutoModel": "EvaByteModel"}
+    supports_gradient_checkpointing, _supports_sdpa = True, True
+    _no_split_modules = ["EvaByteDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
@@ -200,6 +176,15 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, EvaByteRMSNorm) and module.unit_offset:
+            init.zeros_(module.weight)
+        elif isinstance(module, EvaAttention):
+            for parameter in (module.adaptive_mu_k, module.adaptive_phi):
+                init.copy_(parameter, torch.randn_like(parameter).clamp(-1, 1) * module.scaling)
 
     @can_return_tuple
     def forward(

@@ -490,15 +490,15 @@ class EvaByteCache(Cache):
         super().reset()
         self.sequences.clear()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self.sequences.select(indices.tolist())
         for layer in self.layers:
             layer.select(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))

@@ -40,7 +40,7 @@ from ..heads.layer import LayerAdapters
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
 from ..heads.official import LAYERS, MTPC, load_tensors
 from ..heads.window_distribution import WindowDistribution
-from .backbone import EvaByteDecoderLayer, EvaByteModel, EvaBytePreTrainedModel
+from .backbone import EvaByteDecoderLayer, EvaByteModel
 from .cache import EvaByteCache
 
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
@@ -49,13 +49,12 @@ _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_p
 class EvaDraftLayers(LayerAdapters):
     """Adapters for every linear map of EvaByte's last k layers."""
 
-    def __init__(self, config: EvaByteConfig) -> None:
-        count = config.mtp_head.draft_layers
-        if count > config.num_hidden_layers:
+    def __init__(self, config: EvaByteConfig, head: MTPHeadConfig) -> None:
+        if (count := head.draft_layers) > config.num_hidden_layers:
             raise ValueError(f"draft_layers={count}: the backbone has {config.num_hidden_layers} layers")
         with torch.device("meta"):
             shells = [EvaByteDecoderLayer(config, slot) for slot in range(count)]
-        super().__init__(shells, config.mtp_head)
+        super().__init__(shells, head)
 
     def bind(self, body: EvaByteModel) -> Callable[..., Tensor]:
         """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`."""
@@ -63,7 +62,7 @@ class EvaDraftLayers(LayerAdapters):
         return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
 
 
-def install_published(model: PreTrainedModel, folder: Path) -> None:
+def install_published(model: EvaByteForMTPC, folder: Path) -> None:
     """Give a model the heads in a directory of MtPC's authors; if independent, without the first, its own `lm_head`."""
     if not MTPC.recognises(folder, {}):
         raise ValueError(f"{folder}: no model@N.pt of MtPC's authors")
@@ -73,28 +72,34 @@ def install_published(model: PreTrainedModel, folder: Path) -> None:
         if (own := getattr(model.config, name)) != value:
             raise ValueError(f"{folder}: {name} of its backbone is {value}, and this backbone has {own}")
     del fields["base_model_name_or_path"]
-    config = cast(EvaByteConfig, deepcopy(model.config))  # which also says how the layers attend
-    config.mtp_head = MTPHeadConfig(**fields)
-    config.validate()
+    config, wanted = model.config, possible_head(model.config, MTPHeadConfig(**fields))
     adapters, what = below(tensors, LAYERS), f"{folder}: its tensors do not make {fields['head_type']!r} heads"
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYERS)}
-    layers = EvaDraftLayers(config) if adapters else None
+    layers = EvaDraftLayers(config, wanted) if adapters else None
     if layers is not None:
         load_tensors(layers, adapters, what)
-    sizes, window = (config.hidden_size, config.vocab_size), config.mtp_head.num_depths
-    is_independent = config.mtp_head.family.rows_of_lm_head
+    is_independent = wanted.family.rows_of_lm_head
     if is_independent:
         tensors = {"weight": tensors["weight"][config.vocab_size :].clone()}  # [(n - 1) V, D]
     with torch.device("meta"):
-        head = FFHead(*sizes, window - 1) if is_independent else build_head(config.mtp_head, *sizes)
+        drafts = FFHead(config.hidden_size, config.vocab_size, wanted.num_drafts)
+        head = drafts if is_independent else build_head(wanted, config.hidden_size, config.vocab_size)
     load_tensors(head, tensors, what, assign=True)
-    own_head = cast(nn.Linear, model.get_output_embeddings())
-    parts = {"draft_layers": layers, "mtp_head": None if is_independent else head}
+    like = model.lm_head.weight
+    head.to(like)  # in place, as for every module
+    model.mtp_head = None if is_independent else head
+    model.draft_layers = None if layers is None else layers.to(like)
     if is_independent:
-        parts["draft_heads"], config.num_pred_heads = head, window
-    for name, part in parts.items():
-        setattr(model, name, part if part is None else part.to(own_head.weight))
-    model.config.mtp_head, model.config.num_pred_heads = config.mtp_head, config.num_pred_heads
+        model.draft_heads, config.num_pred_heads = drafts, wanted.num_depths
+    config.mtp_head = wanted
+
+
+def possible_head(config: EvaByteConfig, head: MTPHeadConfig) -> MTPHeadConfig:
+    """Return a head, if a model of this config can have it."""
+    changed = deepcopy(config)
+    changed.mtp_head = head
+    changed.validate()
+    return head
 
 
 def set_head_to_read(config: EvaByteConfig, name: str | PathLike | None, **hub: Any) -> bool:
@@ -127,15 +132,16 @@ class OwnAndDraftHeads(nn.Module):
         return None if self.drafts is None else self.drafts.context
 
     def forward(
-        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+        self, hidden_states: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
         run = call if torch.is_grad_enabled() else nn.Module.__call__
+        last = None if stop is None else stop - 1
         if start and self.drafts is not None:
-            return run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1, None, start - 1)
+            return run(self.drafts, hidden_states, None, start - 1, last)
         own = run(self.own, hidden_states)[..., None, :]  # [..., 1, V]
-        if self.drafts is None or num_heads == 1:
+        if self.drafts is None or stop == 1:
             return own
-        drafts = run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1)
+        drafts = run(self.drafts, hidden_states, None, 0, last)
         return torch.cat([own, to_device(drafts, own.device)], dim=-2)[..., start:, :]
 
 
@@ -147,9 +153,9 @@ def _split(weight: Tensor, config: EvaByteConfig) -> dict[str, Tensor]:
     return {OWN: weight[:size].clone(), DRAFTS: weight[size:].clone()}
 
 
-def _split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+def _split_state_dict(model: EvaByteForMTPC, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
     if (weight := state_dict.get(prefix + OWN)) is not None:
-        parts = _split(weight, cast(EvaByteConfig, model.config))
+        parts = _split(weight, model.config)
         state_dict |= {prefix + name: part for name, part in parts.items()}
 
 
@@ -180,7 +186,7 @@ class SplitHeads(ConversionOps):
 register_checkpoint_conversion_mapping("evabyte", [WeightConverter(OWN, [OWN, DRAFTS], [SplitHeads()])], overwrite=True)
 
 
-class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
+class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, PreTrainedModel):
     """EvaByte that predicts several bytes per call and emits exactly what byte-by-byte decoding emits.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
@@ -191,12 +197,16 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
 
+    config_class, base_model_prefix = EvaByteConfig, "model"
+    supports_gradient_checkpointing, _supports_sdpa = True, True
     silent_part = "_silent_head"
     attends, learning_layers, draft_vocabulary = False, [-1], None
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
     drafts_trees, reads_prompt = True, False
     not_served = "it needs a kind of cache that no engine has"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    config: EvaByteConfig
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
@@ -208,9 +218,9 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
         drafts = config.num_pred_heads - 1
         self.draft_heads = FFHead(config.hidden_size, config.vocab_size, drafts) if drafts else None
         self.register_load_state_dict_pre_hook(_split_state_dict)
-        self.mtp_head = self._circuit()
+        self.mtp_head = self._circuit(config.mtp_head)
         self._set_tables()
-        self.draft_layers = EvaDraftLayers(config) if config.mtp_head.draft_layers else None
+        self.draft_layers = EvaDraftLayers(config, config.mtp_head) if config.mtp_head.draft_layers else None
         self.post_init()
         self._freeze()
 
@@ -299,29 +309,22 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
         return OwnAndDraftHeads(self.lm_head, self.draft_heads, self.config.vocab_size)
 
     def set_head(self, **options: Any) -> None:
-        """Replace the head; the new one is initialised from the FF heads.
+        """Replace the head; `options` are fields of `MTPHeadConfig`, the old window and draft layers by default.
 
         FF heads are appended (drawn like fresh weights) where the window needs more; a circuit starts with every
         state of position i equal to FF head i, so that its distribution is that of the FF heads, and with random sum
         weights. Tables of tokens before (`context`) are taken over where both heads have the same.
-
-        Args:
-            **options: Fields of `MTPHeadConfig`; the window and draft layers are unchanged by default.
         """
         check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
         unchanged = {"window": old.window, "loss_options": old.loss_options.changed()} | old.draft_options()
-        self.config.mtp_head = MTPHeadConfig(**(unchanged | options))
-        try:
-            self.config.validate()
-            head, layers = self._circuit(), self._layers(old)
-        except Exception:
-            self.config.mtp_head = old
-            raise
-        self.draft_layers, tables = layers, tables_of(self.head)
+        wanted = possible_head(self.config, MTPHeadConfig(**(unchanged | options)))
+        head, layers, tables = self._circuit(wanted), self._layers(wanted), tables_of(self.head)
+        self.config.mtp_head, self.draft_layers = wanted, layers
         self.mtp_head = None if head is None else head.to(self.lm_head.weight)
         if head is None:
-            self._append_heads(self.window - self.config.num_pred_heads)
+            if (missing := self.window - self.config.num_pred_heads) > 0:
+                self._append_heads(missing)
         else:
             for module in head.modules():
                 init_head(module, self.config.initializer_range)
@@ -334,23 +337,21 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> EvaByteForMTPC:
         """Add draft layers below the head, as in `MTPHeads`, or remove them (0); the backbone is frozen."""
-        old, changes = self.config.mtp_head, {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-        self.config.mtp_head = MTPHeadConfig.from_dict(old.to_dict() | changes)
-        try:
-            self.draft_layers = self._layers(old)
-        except Exception:
-            self.config.mtp_head = old
-            raise
+        changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
+        wanted = MTPHeadConfig.from_dict(self.config.mtp_head.to_dict() | changes)
+        self.draft_layers = self._layers(wanted)
+        self.config.mtp_head = wanted
         if self.draft_layers is not None:
             self.train_only("drafter")
         return self
 
-    def _layers(self, old: MTPHeadConfig) -> EvaDraftLayers | None:
-        if not self.config.mtp_head.draft_layers:
+    def _layers(self, wanted: MTPHeadConfig) -> EvaDraftLayers | None:
+        """Return the draft layers of another head: those that are here where it has the same."""
+        if not wanted.draft_layers:
             return None
-        if self.draft_layers is not None and old.draft_options() == self.config.mtp_head.draft_options():
+        if self.draft_layers is not None and wanted.draft_options() == self.config.mtp_head.draft_options():
             return self.draft_layers
-        layers = EvaDraftLayers(self.config)
+        layers = EvaDraftLayers(self.config, wanted)
         for module in layers.modules():
             init_head(module, self.config.initializer_range)
         return layers.to(self.lm_head.weight)
@@ -384,8 +385,6 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
             tables.take(old)
 
     def _append_heads(self, count: int) -> None:
-        if count <= 0:
-            return
         config = self.config
         more = FFHead(config.hidden_size, config.vocab_size, count).to(self.lm_head.weight)
         more.reset_head(config.initializer_range)
@@ -395,11 +394,9 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
             self.draft_heads.append(more)
         config.num_pred_heads += count
 
-    def _circuit(self) -> nn.Module | None:
-        config = self.config.mtp_head
-        if config.family.rows_of_lm_head:
-            return None
-        return build_head(config, self.config.hidden_size, self.config.vocab_size)
+    def _circuit(self, head: MTPHeadConfig) -> nn.Module | None:
+        in_rows = head.family.rows_of_lm_head
+        return None if in_rows else build_head(head, self.config.hidden_size, self.config.vocab_size)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -521,6 +518,11 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Ev
         if self.mtp_head is None:
             scale[0] = float(self.loss_options.divergence != "block")
         return scale
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        init_head(module, self.config.initializer_range)
 
     def start(self, options: DraftOptions) -> HeadSession:
         if self.draft_layers is None:

@@ -17,10 +17,9 @@ from ..common.remote_code import RemoteCodeTokenizerMixin
 Template = str | dict[str, str] | list[dict[str, str]] | None
 BYTE_OFFSET = 64  # the id of byte 0
 
-_NAMES = "<pad> <bos> <eos> <unk> <sep> <repo_name> <file_sep> <t2v_token> <v2t_token>"
-_CHAT_NAMES = "<|start_header_id|> <|end_header_id|> <|eot_id|>"
 SPECIAL_TOKENS: tuple[str, ...] = (
-    *f"{_NAMES} {_CHAT_NAMES}".split(),
+    *["<pad>", "<bos>", "<eos>", "<unk>", "<sep>", "<repo_name>", "<file_sep>", "<t2v_token>", "<v2t_token>"],
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *(f"<extra_id_{index}>" for index in range(12, BYTE_OFFSET)),
 )
 """The literals of ids 0 to 63, in order."""

@@ -43,7 +43,6 @@ from ...generation.contract import (
 )
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import cached_arange, to_device
-from ...generation.tensors.sampling import draw
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import Fields, hub_options
 from ...generation.trees.growth import grow
@@ -54,7 +53,7 @@ from ..common.loading import local_files
 from ..common.outputs import MTPOutput
 from .context import tables_of
 from .family import FAMILIES, HeadFamily, build_head, config_of_backbone, distribution_after, init_head, last_state
-from .layer import DraftLayers, LayerAdapters, new_layers
+from .layer import DraftLayers, LayerAdapters
 from .losses import depth_targets, head_loss
 from .official import (
     backbone_from_official,
@@ -101,32 +100,25 @@ class HeadSession(DraftSession):
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
-        hidden = self.hidden
-        masks = self.options.masks(tokens)
-        if is_tree:
-            hidden, last = hidden[:, None], last[:, None]  # [B, 1, F], [B, 1]
-        distribution = self.distribution(hidden, last, length)
-        if is_tree:
-            return grow(WindowGrowth(distribution, last), self.options, length, masks)
-        return DraftTree.chain(*self._chain(distribution, length, masks))
+        last, masks = to_device(tokens.last(), self.hidden.device), self.options.masks(tokens)
+        if self.options.draft_tree is None:
+            return DraftTree.chain(*self._chain(self.distribution(self.hidden, last, length), length, masks))
+        last = last[:, None]  # [B, 1]
+        growth = WindowGrowth(self.distribution(self.hidden[:, None], last, length), last)
+        return grow(growth, self.options, length, masks)
 
     def _chain(
         self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return up to `length` tokens, up to one of which no sequence is sure, and their distributions where drawn."""
         options = self.options
-        if masks is not None:
-            draft, probs = distribution.draft(partial(self._choose_within, masks), length)
-        elif not options.do_sample and not options.threshold:
+        if masks is None and not options.do_sample and not options.threshold:
             return distribution.greedy(length, options.numbers.note), None
-        elif not options.do_sample:
-            draft, probs = distribution.draft(self._likeliest, length)
-        elif not options.processing.pointwise:  # nothing is warped: a plain ancestral sample
+        if masks is None and options.do_sample and not options.processing.pointwise:  # a plain ancestral sample
             draft, probs = distribution.sample_with_probs(length)
             self._note(probs)
         else:
-            draft, probs = distribution.draft(self._choose, length)
+            draft, probs = distribution.draft(partial(self._choose, masks), length)
         if options.threshold:
             length = options.sure_length(draft, probs)
         return draft[:, :length], probs[:, :length] if options.do_sample else None
@@ -142,23 +134,15 @@ class HeadSession(DraftSession):
     def _note(self, probs: Tensor) -> None:
         self.options.numbers.note(probs[..., self.column])
 
-    def _likeliest(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, masks: DraftMasks | None, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens and their distributions; masks know one position after the other, also where all come."""
+        if masks is not None and probs.dim() == 3:
+            steps = [self._choose(masks, step) for step in probs.unbind(1)]
+            return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)
         self._note(probs)
-        return probs.argmax(-1), probs
-
-    def _choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
-        self._note(probs)
-        q = warped(probs, self.options, self.vocabulary is not None)
-        return draw(q), q  # [B, V]
-
-    def _choose_within(self, masks: DraftMasks, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens of one position after the other, also where all positions [B, n, v] come at once."""
-        if probs.dim() == 2:
-            self._note(probs)
-            q = warped(probs, self.options, self.vocabulary is not None, masks)
-            return chosen(q, self.options, masks), q
-        steps = [self._choose_within(masks, step) for step in probs.unbind(1)]
-        return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)  # [B, n], [B, n, V]
+        if self.options.do_sample or masks is not None:
+            probs = warped(probs, self.options, self.vocabulary is not None, masks)
+        return chosen(probs, self.options, masks), probs  # [B], [B, V]
 
     def coverage(self, tokens: Tensor) -> float | None:
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
@@ -320,7 +304,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         heads = cls(config)
         if draft_ids is not None:
             heads.set_draft_ids(draft_ids)
-        heads.family.start_from(heads.head, BackboneParts(backbone, heads.draft_vocabulary))
+        if (start := getattr(heads.head, "start_from", None)) is not None:
+            start(BackboneParts(backbone, heads.draft_vocabulary))
         return heads.attach(backbone)
 
     def parts(self) -> dict[str, nn.Module]:
@@ -362,10 +347,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             ignore_fields: Fields of its config.json that are passed over; unknown ones are refused.
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
                 should differ, as `loss_options`.
-
-        Raises:
-            ValueError: An unknown layout or field, unknown or missing tensors, a pickle of more than tensors, another
-                backbone.
         """
         heads, heads._expected_embedding = heads_from_official(cls, Path(folder), options, backbone, ignore_fields)
         return heads if backbone is None else heads.attach(backbone)
@@ -388,11 +369,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     @classmethod
     @reads_whole
     def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
-        """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.).
-
-        Raises:
-            ValueError: A directory of heads alone.
-        """
+        """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.)."""
         return backbone_from_official(Path(folder))
 
     def export(self, folder: str | PathLike, layout: str) -> None:
@@ -401,11 +378,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         Args:
             folder: The directory, which is created.
             layout: `"medusa"` (safetensors), `"vllm"` (Medusa, and independent heads as Medusa without blocks),
-                `"hydra"`, or `"gloeckle"` (with the backbone).
-
-        Raises:
-            ValueError: A layout that cannot hold these heads.
-            RuntimeError: The heads are not attached: some layouts repeat tensors of the backbone.
+                `"hydra"`, or `"gloeckle"` (with the backbone, to which heads are attached for these two).
         """
         with whole_directory(folder) as directory:
             export_head(self.config, self.head.state_dict(), lambda: self.backbone, directory, layout)
@@ -418,8 +391,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return {"method": "medusa", "num_speculative_tokens": self.config.num_drafts}
 
     def made_for(self) -> Mapping[str, object]:
-        vocabulary = {} if self.config.vocab_size is None else {"vocab_size": self.config.vocab_size}
-        return {"hidden_size": self.config.hidden_size} | vocabulary
+        sizes = {"hidden_size": self.config.hidden_size, "vocab_size": self.config.vocab_size}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         super().check_backbone(backbone)
@@ -449,7 +422,9 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         if self.draft_layers is None and reads_last:  # features are the states, and there is no cache
             return HeadSession(after, options, [-1], vocabulary=part)
         if self.attends:
-            return AttendingHeadSession(self, options, self.features_of_call())
+            layers = self.draft_layers
+            read = self.features if layers is None else partial(self.features, layers=layers.bind(self.backbone))
+            return AttendingHeadSession(self, options, read)
         return HeadSession(after, options, self.hidden_layers, self.features, part)
 
     @property
@@ -519,20 +494,19 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             count: k, the number of the backbone's last layers.
             rank: Rank of their adapters.
             alpha: Scale times rank; None: twice the rank.
-
-        Raises:
-            ValueError: The heads have draft layers, or their own decoder layers.
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
+        changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
+        changes |= {"backbone_config": self.backbone.config.get_text_config().to_dict()}
+        layers = DraftLayers(MTPHeadConfig.from_dict(self.config.to_dict() | changes))
+        for module in layers.modules():
+            init_head(module, self.config.initializer_range)
+        for name, value in changes.items():
+            setattr(self.config, name, value)
         own = next(self.head.parameters())
-        self.draft_layers = new_layers(self.config, self.backbone, count, rank, alpha).to(own.device, own.dtype)
+        self.draft_layers = layers.to(own.device, own.dtype)
         return self
-
-    def features_of_call(self) -> Callable[..., Tensor]:
-        """Return `features` for one call of `generate`, in which no weight changes."""
-        layers = self.draft_layers
-        return self.features if layers is None else partial(self.features, layers=layers.bind(self.backbone))
 
     def features(
         self,
@@ -542,14 +516,10 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         cache: Cache | None = None,
         layers: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """Return the features of the distribution of every position, [B, T, F].
+        """Return the features of the distribution of every position, [B, T, F], from the states `hidden_layers` names.
 
-        Args:
-            hidden_states: The backbone's, those that `hidden_layers` names, [B, T, d] by index.
-            attention_mask: [B, past + T], 0 for padding.
-            position_ids: [B or 1, T]; None: the real tokens are counted.
-            cache: Keys and values of earlier positions, where heads attend; extended.
-            layers: The draft layers, where they are bound already.
+        `attention_mask` is [B, past + T]; without `position_ids` [B or 1, T] the real tokens are counted. Heads that
+        attend extend `cache`. `layers` are the draft layers, where they are bound already.
         """
         if position_ids is None and self.attends:
             position_ids = counted_positions(hidden_states[self.hidden_layers[0]], attention_mask)

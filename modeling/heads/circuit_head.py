@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ class LeafHead(nn.Module):
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.context: LeafContext | None = None
 
-    @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids; new rows of a head are drawn, or the mean of its rows (None)."""
         self.vocab_size = vocab_size
@@ -54,18 +53,12 @@ class FFHead(LeafHead):
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
 
-    def forward(
-        self, hidden_states: Tensor, num_heads: int | None = None, backbone: Parts = None, start: int = 0
-    ) -> Tensor:
-        """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
-
-        The first `num_heads` heads are evaluated (all by default), without the first `start`.
-        """
-        count = self.num_heads if num_heads is None else num_heads
-        weight = self.weight
-        if (start, count) != (0, self.num_heads):
-            weight = weight[start * self.vocab_size : count * self.vocab_size]
-        return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
+    def forward(self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the logits [..., stop - start, V] of hidden states [..., D], in the dtype of the weights."""
+        weight, stop = self.weight, self.num_heads if stop is None else stop
+        if (start, stop) != (0, self.num_heads):
+            weight = weight[start * self.vocab_size : stop * self.vocab_size]
+        return nn.functional.linear(hidden_states, weight).unflatten(-1, (stop - start, self.vocab_size))
 
     def append(self, more: FFHead) -> None:
         self.weight = nn.Parameter(torch.cat([self.weight.detach(), more.weight.detach()]))
@@ -73,9 +66,8 @@ class FFHead(LeafHead):
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))  # [N, V, D]
-        rows = resized(rows, vocab_size, std).flatten(0, 1)  # [N V', D]
-        self.weight = nn.Parameter(rows, self.weight.requires_grad)
+        rows = resized(self.weight.unflatten(0, (self.num_heads, self.vocab_size)), vocab_size, std)  # [N, V', D]
+        self.weight = nn.Parameter(rows.flatten(0, 1), self.weight.requires_grad)
         super().resize(vocab_size, std)
 
     @torch.no_grad()
@@ -93,11 +85,9 @@ class SharedHead(LeafHead):
         super().__init__(vocab_size, num_heads)
         self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
 
-    def forward(
-        self, hidden_states: Tensor, num_heads: int | None = None, backbone: Parts = None, start: int = 0
-    ) -> Tensor:
-        """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`."""
-        maps = self.maps[start:num_heads]
+    def forward(self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the logits [..., stop - start, V] of hidden states [..., d]."""
+        maps = self.maps[start:stop]
         return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
     @torch.no_grad()
@@ -105,7 +95,7 @@ class SharedHead(LeafHead):
         init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
 
 
-def vllm_fields(config: MTPHeadConfig, **values: Any) -> Fields:
+def vllm_fields(config: MTPHeadConfig, **values: object) -> Fields:
     """Return the `config.json` of heads that vLLM runs with its own Medusa class."""
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_heads": config.num_drafts}
     options = {"truncated_vocab_size": config.vocab_size, "max_paths": 64, "topk": 10}
@@ -135,19 +125,13 @@ def _read_vllm(directory: Path) -> Directory:
     raise ValueError(f"{directory}: heads written for vLLM lack the first one; load their original directory")
 
 
-def _distribution(
-    head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
-) -> WindowDistribution:
-    run = partial(call, head) if torch.is_grad_enabled() else head  # without gradients, hooks of units do no harm
-    logits = run(features, config.num_depths if stop is None else stop, backbone, start)
-    return FactorisedDistribution(exact(logits.unsqueeze(-2)))  # [..., n, 1, V]
-
-
 def factorised_distribution(
     head: nn.Module, config: MTPHeadConfig, features: Tensor, backbone: Parts, start: int = 0, stop: int | None = None
 ) -> WindowDistribution:
-    """Return the distribution of a module whose forward returns `leaf_logits` of independent positions."""
-    return FactorisedDistribution(exact(call(head, features, backbone, start, stop)["leaf_logits"]))
+    """Return the distribution of a module whose forward returns logits [..., stop - start, V] of these positions."""
+    run = partial(call, head) if torch.is_grad_enabled() else head  # without gradients, hooks of units do no harm
+    logits = run(features, backbone, start, config.num_depths if stop is None else stop)
+    return FactorisedDistribution(exact(logits.unsqueeze(-2)))  # [..., n, 1, V]
 
 
 def _build(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
@@ -156,20 +140,15 @@ def _build(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Modul
     return head
 
 
-def _vllm_refusal(config: MTPHeadConfig) -> str | None:
-    return f"Medusa's heads read no tokens, and these have context={config.context}" if config.context else None
-
-
-register(
-    HeadFamily(
-        FF,
-        _build,
-        _distribution,
-        is_independent=True,
-        layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm)],
-        circuit=Circuit(FactorisedDistribution, ()),
-    )
+_VLLM = HeadLayout(
+    "vllm",
+    lambda directory, fields: False,
+    _read_vllm,
+    lambda config: f"Medusa's heads read no tokens: context={config.context}" if config.context else None,
+    _write_vllm,
 )
+_CIRCUIT = Circuit(FactorisedDistribution, ())
+register(HeadFamily(FF, _build, factorised_distribution, is_independent=True, layouts=[_VLLM], circuit=_CIRCUIT))
 
 
 class CircuitHead(nn.Module):
@@ -210,7 +189,7 @@ class CircuitHead(nn.Module):
             sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)  # [..., r (1 + z r)]
         window = self.config.num_depths
         count = window if stop is None else stop
-        leaves = self.leaf(hidden_states, count * self.per_position, backbone)
+        leaves = self.leaf(hidden_states, backbone, 0, count * self.per_position)
         leaves = leaves.unflatten(-2, (count, self.per_position))  # [..., count, r or 1, V]
         if self.state_leaves is not None:
             leaves = leaves + self.state_leaves(hidden_states, count)  # [..., count, r, V]
@@ -270,17 +249,13 @@ class StateLeaves(nn.Module):
         init.normal_(self.maps, std=self.maps.shape[1] ** -0.5)
         init.zeros_(self.weight)
 
-    @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        self.weight = nn.Parameter(resized(self.weight, vocab_size, std), self.weight.requires_grad)
+        self.weight = resized(self.weight, vocab_size, std)
 
 
 def persistence(rank: int) -> float:
-    """Return what, added to the diagonal of random logits [r, r] of deviation 0.5, makes their softmax's mean 0.85.
-
-    Equal logits need log(0.85 / 0.15 (r - 1)), and noise takes 0.2 from that.
-    """
-    return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2
+    """Return what, added to the diagonal of random logits [r, r] of deviation 0.5, makes their softmax's mean 0.85."""
+    return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2  # of equal logits; noise takes 0.2 from that
 
 
 def circuit_from_logits(

@@ -90,17 +90,11 @@ class LatentDistribution(WindowDistribution):
 
     @abstractmethod
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
-        """q(z_owner(i), x_1..x_{i-1}) from leaves at the tokens [..., n, r], in the weights of `ring`: [..., n, r].
-
-        Those of the first m positions, given their evidence alone, are exact.
-        """
+        """q(z_owner(i), x_1..x_{i-1}) [..., n, r] in `ring`, of the first n positions from leaves at their tokens."""
 
     @abstractmethod
     def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        """Yield the probabilities [..., v] of each position after the known ones; `unit` scales weights.
-
-        A leaf is looked up once, when all tokens before it are chosen.
-        """
+        """Yield the probabilities [..., v] of positions after the known ones, whose leaves are looked up in turn."""
 
     @abstractmethod
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -253,16 +247,14 @@ class LatentDistribution(WindowDistribution):
         return tokens, (weights[..., None, :] @ own)[..., 0, :]  # [..., length, v]
 
     def _raced(self, own: Tensor, known: list[Tensor]) -> Tensor:
-        """Return the leaves [..., m, v] of states that are drawn, raced: their argmaxes are an ancestral sample.
-
-        A race argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up.
-        """
+        """Return the leaves [..., m, v] of states that are drawn, raced: their argmaxes are an ancestral sample."""
+        # argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up
         length, (tables, factors) = own.shape[-3], self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
         early = early.unflatten(-1, tables.shape[-2:])  # [..., R, r]
-        early = early if factors is None else early.div_(factors)
+        early = early if factors is None else early / factors
         states = self._states((tables / early).argmax(-1), self.bound)[..., :length]  # [..., length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
         return rows / late.unflatten(-1, (length, self.size))
@@ -274,11 +266,6 @@ class LatentDistribution(WindowDistribution):
     def _is_short(self) -> bool:
         """Whether weights can take the probabilities of a whole window, which are seldom below chance."""
         return self.full_window * math.log(self.size) < _RANGE
-
-    @cached_property
-    def counts_launches(self) -> bool:
-        """Whether a launch costs more than small products do: on accelerators."""
-        return self._all_leaves.device.type != "cpu"
 
     @property
     def full_window(self) -> int:
@@ -392,10 +379,7 @@ class ChainDistribution(LatentDistribution):
         return torch.stack(weights, -2)
 
     def _solved(self, root: Tensor, seen: Tensor, steps: Tensor) -> Tensor:
-        """The whole filter as one triangular system w A = (root, 0, ..): few launches, where it is small.
-
-        A has the identity on its diagonal, which is not read, and minus each weighted step right of it.
-        """
+        """The filter as one triangular system w A = (root, 0, ..): A = 1 - weighted steps right of the diagonal."""
         size = seen.shape[-3] + 1
         system = root.new_zeros(*root.shape[:-1], size, self.rank, size, self.rank)  # [..., n, r, n, r]
         system.diagonal(1, -4, -2).movedim(-1, -3).addcmul_(seen, steps, value=-1)  # right of the diagonal
@@ -498,13 +482,13 @@ class TreeDistribution(LatentDistribution):
     @cached_property
     def root(self) -> Tensor:
         """Probabilities [..., r] of the first state."""
-        return self._sums[..., 0, :] if self.counts_launches else self.root_logits.softmax(-1)
+        return self._sums[..., 0, :]
 
     @cached_property
     def steps(self) -> list[Tensor]:
         """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
-        counts, steps = [2**d for d in range(1, self.depth)], self.node_logits
-        steps = self._sums[..., 1:, :].unflatten(-2, steps.shape[-3:-1]) if self.counts_launches else steps.softmax(-1)
+        counts = [2**d for d in range(1, self.depth)]
+        steps = self._sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
         if not self.is_perfect and counts:
             same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
             found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
@@ -560,6 +544,11 @@ class TreeDistribution(LatentDistribution):
         return seen if step is None else moved(seen, step.mT)
 
     @cached_property
+    def counts_launches(self) -> bool:
+        """Whether a launch costs more than small products do: on accelerators."""
+        return self.root_logits.device.type != "cpu"
+
+    @cached_property
     def _pairs(self) -> Tensor | None:
         """Tables [..., 2^(depth - 1), 1 + r, 1 + r, v] of the nodes that own two positions each, for `_visit_pair`.
 
@@ -577,10 +566,7 @@ class TreeDistribution(LatentDistribution):
         return tables
 
     def _visit_pair(self, index: int, weights: Tensor, leaves: Sequence[Tensor], known: list[Tensor]) -> Walk:
-        """Walk the two positions of a last node; returns what they say of its parent's state.
-
-        Weighted rows next to those of every state of the parent make one launch out of two.
-        """
+        """Walk the two positions of a last node: weighted rows beside those of every state make one launch of two."""
         first, second = 2 * index, 2 * index + 1
         if first < len(known):
             seen = self.steps[-1][..., index, :, :] * known[first][..., None, :]  # [..., r, r]
@@ -599,27 +585,18 @@ class TreeDistribution(LatentDistribution):
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Every state's row of every node; a known first token weighs those on its path to the root."""
-        if self.is_perfect and self.counts_launches:
-            return self._sums, self._factors(known[0]) if known else None
-        tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
-        if known:
-            message = known[0]
-            for level in reversed(range(1, self.depth)):
-                start = 1 + (2**level - 2) * self.rank  # the level's first node, behind 2^level - 2 others
-                message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
-            tables[..., 0, :].mul_(message)
-        return tables, None
-
-    def _factors(self, message: Tensor) -> Tensor:
-        """What a first token [..., r] makes of all rows of `_sums`, put together in one launch."""
-        factors = list[Tensor]()
+        rows = self._sums
+        if not self.is_perfect:
+            rows = torch.cat([rows[..., :1, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
+        if not known:
+            return rows, None
+        message, factors = known[0], list[Tensor]()
+        one = _one(message.dtype, message.device)
         for level in reversed(range(1, self.depth)):
-            others = _one(message.dtype, message.device).expand(
-                *message.shape[:-1], (2**level - 1) * self.rank, self.rank
-            )
+            others = one.expand(*message.shape[:-1], (2**level - 1) * self.rank, self.rank)
             factors = [message[..., None, :].expand(*message.shape, self.rank), others, *factors]
             message = moved(message, self.steps[level - 1][..., 0, :, :].mT)
-        return torch.cat([message[..., None, :], *factors], -2)
+        return rows, torch.cat([message[..., None, :], *factors], -2)
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)

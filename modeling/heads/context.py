@@ -132,10 +132,9 @@ class LeafContext(nn.Module):
 
         return TokenReader(look_up, size)
 
-    @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        for name, rows in (("embedding", self.embedding), ("weight", self.weight)):
-            setattr(self, name, nn.Parameter(resized(rows, vocab_size, std), rows.requires_grad))
+        self.embedding = resized(self.embedding, vocab_size, std)
+        self.weight = resized(self.weight, vocab_size, std)
 
     @torch.no_grad()
     def take(self, other: LeafContext) -> None:
@@ -147,11 +146,11 @@ class LeafContext(nn.Module):
 
 
 @torch.no_grad()
-def resized(rows: Tensor, vocab_size: int, std: float | None) -> Tensor:
+def resized(rows: Tensor, vocab_size: int, std: float | None) -> nn.Parameter:
     """Return rows [..., V, R] of so many token ids; new ones are drawn, or the mean of the rows (None)."""
     new = rows.mean(-2, keepdim=True).expand(*rows.shape[:-2], max(vocab_size - rows.shape[-2], 0), -1)
     new = new if std is None else torch.randn_like(new) * std
-    return torch.cat([rows[..., :vocab_size, :], new], -2)
+    return nn.Parameter(torch.cat([rows[..., :vocab_size, :], new], -2), rows.requires_grad)
 
 
 def tables_of(head: nn.Module) -> LeafContext | None:

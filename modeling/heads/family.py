@@ -60,11 +60,6 @@ class Circuit:
         return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
 
 
-def _start_from(head: Any, backbone: BackboneParts) -> None:
-    if (start := getattr(head, "start_from", None)) is not None:
-        start(backbone)
-
-
 def last_state(head: nn.Module, states: Sequence[Tensor], *context: object) -> Tensor:
     """Return the last of some states, for any head."""
     return states[-1]
@@ -76,7 +71,8 @@ class HeadFamily:
 
     Args:
         facts: Facts for configs and cards.
-        build: From the config, the width d and the number of token ids V to the module, which has `vocab_size`.
+        build: From the config, the width d and the number of token ids V to the module, which has `vocab_size`; its
+            `start_from`, if any, initialises new heads from the parts of a backbone, as its own as far as possible.
         distribution: From the module (or a wrapper of peft), its config, features [..., F], the backbone (or None),
             `start` and `stop` to the distribution, in float32 (float64 stays). `start` is the first position that is
             read, 0 by default: what only earlier ones need may be left out, and independent positions are those from
@@ -86,8 +82,6 @@ class HeadFamily:
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
         fit: From the module, its config and a backbone: adopts its properties whenever heads are attached.
-        start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible;
-            `start_from` of the module by default.
         is_independent: Whether the distribution after the window's first token does not depend on that token, but for
             leaves that read it (`context`).
         layouts: Formats of other tools.
@@ -100,8 +94,7 @@ class HeadFamily:
     features: Callable[..., Tensor] = last_state
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], Fields | None] = lambda config, text: None
-    fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
-    start_from: Callable[[Any, BackboneParts], None] = _start_from
+    fit: Callable[..., None] = lambda head, config, backbone: None
     is_independent: bool = False
     layouts: Sequence[HeadLayout] = ()
     circuit: Circuit | None = None
@@ -129,11 +122,7 @@ FAMILIES: dict[str, HeadFamily] = {}
 
 
 def register(family: HeadFamily) -> HeadFamily:
-    """Add a family, before heads of it are loaded: its name can then be the `head_type` of a `MTPHeadConfig`.
-
-    Raises:
-        ValueError: Another family has this name.
-    """
+    """Add a family, before heads of it are loaded: its name can then be the `head_type` of a `MTPHeadConfig`."""
     facts = family.facts
     if HEAD_FAMILIES.get(facts.name, facts) is not facts or facts.name in FAMILIES:
         raise ValueError(f"name={facts.name!r}: a family of heads with this name is registered")
@@ -178,10 +167,7 @@ def window_distribution(
     backbone: Parts = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
-    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
-
-    The head computes in its own dtype, not that of the features. A draft vocabulary is that of its columns.
-    """
+    """Return the distribution of the next `window` tokens given features [..., F], in float32 (float64 stays)."""
     whole = FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone)
     return _over_ids(with_context(whole, head, config), vocabulary)
 

@@ -56,10 +56,6 @@ class Adapter(nn.Module):
         self.lora_A = nn.Parameter(torch.zeros(rank, shape[1]))  # [r, in]
         self.lora_B = nn.Parameter(torch.zeros(shape[0], rank))  # [out, r]
 
-    def added_to(self, weight: Tensor) -> Tensor:
-        """Return the changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
-        return weight.detach() + (self.scale * self.lora_B @ self.lora_A).to(weight)
-
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
         bound = 1 / math.sqrt(self.lora_A.shape[1])
@@ -75,25 +71,15 @@ class LayerAdapters(nn.Module):
         self.shells, self.gradient_checkpointing = [list(shells)], False  # in a list: no submodules, never saved
         rank = config.draft_lora_rank
         scale = (2 * rank if config.draft_lora_alpha is None else config.draft_lora_alpha) / rank
-        self.adapters = nn.ModuleList(
-            nn.ModuleDict({_key(name): Adapter(module.weight.shape, rank, scale) for name, module in _linears(shell)})
-            for shell in shells
-        )
+        self.adapters = nn.ModuleList()
+        for shell in shells:
+            linears = ((name, module) for name, module in shell.named_modules() if type(module) is nn.Linear)
+            own = {name.replace(".", "-"): Adapter(module.weight.shape, rank, scale) for name, module in linears}
+            self.adapters.append(nn.ModuleDict(own))  # whose names hold no dot; those of layers hold no hyphen
 
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
         """Return, by layer, the weights of the backbone's `layers` plus those of the adapters."""
-        return [self._weights(layer, slot) for slot, layer in enumerate(layers)]
-
-    def _weights(self, layer: nn.Module, slot: int) -> Weights:
-        weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
-        for key, adapter in cast(Mapping[str, Adapter], self.adapters[slot]).items():
-            name = key.replace("-", ".") + ".weight"
-            shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
-            weight = weights.get(name)
-            if weight is None or weight.is_meta or weight.shape != shape or not weight.is_floating_point():
-                raise ValueError(f"draft_layers need {name} as a matrix {shape}: load it plainly, merge adapters")
-            weights[name] = adapter.added_to(weight)
-        return weights
+        return [_adapted(layer, cast(Mapping[str, Adapter], own)) for layer, own in zip(layers, self.adapters)]
 
     def run(self, slot: int, weights: Weights, states: Tensor, *args: object, **options: object) -> Tensor:
         """Run one layer on states [B, T, d]; without a cache its activations may be recomputed in backward."""
@@ -106,6 +92,17 @@ class LayerAdapters(nn.Module):
         cached = any(isinstance(value, Cache | CacheLayerMixin) for value in options.values())
         saves = self.gradient_checkpointing and torch.is_grad_enabled() and not cached
         return checkpoint(layer, states, use_reentrant=False) if saves else layer(states)
+
+
+def _adapted(layer: nn.Module, adapters: Mapping[str, Adapter]) -> Weights:
+    weights = {name: p.detach() for name, p in (*layer.named_parameters(), *layer.named_buffers())}
+    for key, adapter in adapters.items():
+        name, shape = key.replace("-", ".") + ".weight", (len(adapter.lora_B), adapter.lora_A.shape[1])
+        weight = weights.get(name)
+        if weight is None or weight.is_meta or weight.shape != shape or not weight.is_floating_point():
+            raise ValueError(f"draft_layers need {name} as a matrix {shape}: load it plainly, merge adapters")
+        weights[name] = weight.detach() + (adapter.scale * adapter.lora_B @ adapter.lora_A).to(weight)
+    return weights
 
 
 class DraftLayers(LayerAdapters):
@@ -138,36 +135,10 @@ class DraftLayers(LayerAdapters):
         """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm."""
         states = states.detach().to(next(iter(weights[0].values())).dtype)
         for slot, own in enumerate(weights):
-            inputs = states, attention_mask, position_ids, cache
-            options = layer_options(self.config, self.rotary, *inputs, self.kinds[slot], slot, self.cache_name)
+            inputs = states, attention_mask, position_ids, cache, self.kinds[slot]
+            options = layer_options(self.config, self.rotary, *inputs, slot, self.cache_name)
             states = self.run(slot, own, states, **options)
         return norm(states)
-
-
-def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
-    modules = ((name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear))
-    return [(name, module) for name, module in modules if type(module) is nn.Linear]
-
-
-def _key(name: str) -> str:
-    """Return a name that a ModuleDict takes; names of layers hold no hyphen."""
-    return name.replace(".", "-")
-
-
-def new_layers(
-    config: MTPHeadConfig, backbone: PreTrainedModel, count: int, rank: int, alpha: float | None
-) -> DraftLayers:
-    """Return draft layers for heads that have none, and give their config the options of these."""
-    changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-    changes |= {"backbone_config": backbone.config.get_text_config().to_dict()}
-    checked = MTPHeadConfig.from_dict(config.to_dict() | changes)
-    layers = DraftLayers(checked)
-    for module in layers.modules():
-        if isinstance(module, Adapter):
-            module.reset_head(config.initializer_range)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return layers
 
 
 FILE, PARAMS = "consolidated.pth", "params.json"
@@ -209,10 +180,8 @@ class DecoderLayers(nn.ModuleList):
         cache: Cache | None = None,
     ) -> list[Tensor]:
         """Return every layer's normed output [B, T, d] for its own input; in training, several are recomputed."""
-        kind = attention_kind(self.config, -1)
-        options = layer_options(
-            self.config, rotary, inputs[0], attention_mask, position_ids, cache, kind, cache_name=self.cache_name
-        )
+        read = inputs[0], attention_mask, position_ids, cache, attention_kind(self.config, -1)
+        options = layer_options(self.config, rotary, *read, cache_name=self.cache_name)
 
         def run(layer: nn.Module, part: Tensor) -> Tensor:
             return norm(layer(part, **options))
@@ -249,23 +218,18 @@ class LayerHead(nn.Module):
     ) -> Tensor:
         """Return the inputs of the unembedding for every position of the window, [B, T, n d]."""
         *below, last = states
-        inputs, norm = self._inputs(below), backbone.norm
+        dtype = next(self.layers.parameters()).dtype
+        inputs = [below[-1].to(dtype)] * len(self.layers)
+        if self.mix is not None:
+            shares = (self.mix / self.config.mix_temperature).softmax(-1)  # [heads, layers]
+            inputs = list(torch.einsum("kl,l...d->k...d", shares, torch.stack(below).to(dtype)))
         follow_experts(self.layers.config, backbone.model)
-        normed = self.layers.run(inputs, norm, self.rotary, attention_mask, position_ids, cache)
+        normed = self.layers.run(inputs, backbone.norm, self.rotary, attention_mask, position_ids, cache)
         return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
 
-    def _inputs(self, below: Sequence[Tensor]) -> list[Tensor]:
-        dtype = next(self.layers.parameters()).dtype
-        if self.mix is None:
-            return [below[-1].to(dtype)] * len(self.layers)
-        shares = (self.mix / self.config.mix_temperature).softmax(-1)  # [heads, layers]
-        return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
-
-    def forward(
-        self, features: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None
-    ) -> dict[str, Tensor]:
-        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]  # [..., positions, d]
-        return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}  # [..., positions, 1, V]
+    def forward(self, features: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
+        return required(backbone).unembed(states)  # [..., stop - start, V]
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:

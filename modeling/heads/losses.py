@@ -64,16 +64,10 @@ def check_targets(targets: Tensor, vocab_size: int, name: str = "labels") -> Ten
 def window_targets(
     labels: Tensor, window: int, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
 ) -> Tensor:
-    """Return the targets of overlapping windows: the label j tokens ahead, for depths j = 1..n.
+    """Return the targets of overlapping windows, the label j tokens ahead for j = 1..n: [B, L, n] int64, -100 for none.
 
-    Args:
-        labels: [B, L] int64, ordinary Hugging Face labels (not shifted; -100 is ignored).
-        window: n.
-        attention_mask: [B, L]; a padding position predicts nothing and is no target.
-        position_ids: [B or 1, L]; where positions restart, a window must not reach into the next packed document.
-
-    Returns:
-        [B, L, n] int64, -100 where there is no target.
+    `labels` [B, L] are not shifted, as everywhere in transformers. A position that `attention_mask` [B, L] leaves out
+    predicts nothing and is no target; no window reaches beyond the end of a document, where `position_ids` restart.
     """
     real = None if attention_mask is None else attention_mask.bool()[:, -labels.shape[1] :]
     ahead = tokens_ahead(labels if real is None else labels.masked_fill(~real, IGNORE), window, IGNORE)
@@ -96,17 +90,11 @@ def discounted_mtp_loss(
 ) -> Tensor:
     """Return the composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
 
+    Terms [N, L, n] are -log q of each target given those before it in its window; where not `valid`, they may be NaN.
     With L_ij the sum of the valid terms of sequence i at depth j, c_ij their number, and N the sequences with a target:
     `"paper"`: sum_j gamma^(j-1) (1/N) sum_i L_ij / c_ij;
-    `"tokens"`: [sum_j gamma^(j-1) (sum_i L_ij) / (sum_i c_ij)] / sum_j gamma^(j-1).
-
-    Args:
-        terms: [N, L, n], -log q of each target given the targets before it in its window; may be NaN where not valid.
-        valid: [N, L, n], 0 where there is no target.
-        gamma: Discount in (0, 1].
-        normalization: `"paper"` or `"tokens"`.
-        counts: For `"tokens"`: targets per depth over all micro-batches, [n] or one number for all depths, so that
-            gradient accumulation is exact. Counted here if None.
+    `"tokens"`: [sum_j gamma^(j-1) (sum_i L_ij) / (sum_i c_ij)] / sum_j gamma^(j-1), whose divisors are `counts`, [n] or
+    one number for all depths, where a whole update has more micro-batches than this one.
     """
     valid = valid.bool()
     terms = torch.where(valid, terms, torch.zeros_like(terms))
@@ -160,12 +148,6 @@ def counts_of_update(
     return own * items.flatten().to(own.device) / (counted != IGNORE).sum().clamp(min=1)
 
 
-def depth_means(terms: Tensor, valid: Tensor) -> Tensor:
-    """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
-    terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))
-    return terms.sum((0, 1)) / valid.sum((0, 1))
-
-
 def head_loss(
     head: nn.Module,
     config: MTPHeadConfig,
@@ -187,19 +169,10 @@ def head_loss(
     mixed with a share `label_weight` of the former. Over a draft vocabulary a target outside it counts and adds
     nothing, as in the losses of EAGLE-3.
 
-    Args:
-        head: The head.
-        config: Its options.
-        features: [B, L, F].
-        targets: [B, L, n] int64, -100 where nothing is scored.
-        input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
-        counts: [n], divisors of a whole update; None: of this batch.
-        backbone: Parts of its backbone.
-        last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
-        scale: Factor of the loss, or of every depth, [n]; not of the reported means.
-        balance: [n] factors of the depths, for `balance="rms"`; None: those of this batch.
-        vocabulary: The tokens that are drafted, those of the head's columns and the backbone's logits.
-        summaries: [B, L, 2], see `logit_summaries`; None: computed here, where they are read.
+    At features [B, L, F], `targets` are [B, L, n] int64, -100 where nothing is scored, and `input_ids` [B, L] the
+    tokens observed there (None sums them out). `counts` [n] are divisors of a whole update, `balance` [n] factors for
+    `balance="rms"` (None: those of this batch). A teacher reads `last_states` [B, L, d] and their `logit_summaries`
+    [B, L, 2] (None: computed here). `scale`, also of every depth, [n], is no factor of the reported means.
     """
     num_columns = cast(int, head.vocab_size)
     vocab_size = num_columns if vocabulary is None else vocabulary.vocab_size
@@ -310,9 +283,6 @@ def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
 
 
 def balance_factors(squares: Tensor) -> Tensor:
-    """Return the roots of the mean squared term of depth 1 over that of each depth, [n] (Mehra et al. 2025).
-
-    They are 1 where one of the mean squared terms [n] is 0: a depth without targets has none.
-    """
+    """Return the roots of the mean squared term of depth 1 over that of each depth, [n]; 1 where one is 0 (Mehra)."""
     known = (squares > 0) & (squares[:1] > 0)
     return torch.where(known, squares[:1] / squares.where(known, torch.ones_like(squares)), 1.0).sqrt()

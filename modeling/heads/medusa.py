@@ -87,21 +87,16 @@ class FeedForwardBlock(nn.Module):
 
 
 class Repeated(nn.ModuleList):
-    """Blocks one after the other, `count` times; a single one is used repeatedly (tied weights)."""
+    """`count` new blocks one after the other; `tied` ones are a single one."""
 
-    def __init__(self, blocks: list[nn.Module], count: int) -> None:
-        super().__init__(blocks)
+    def __init__(self, count: int, tied: bool, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block() for _ in range(min(count, 1) if tied else count))
         self.count = count
 
     def forward(self, states: Tensor) -> Tensor:
         for index in range(self.count):
             states = self[min(index, len(self) - 1)](states)
         return states
-
-
-def repeated(count: int, tied: bool, block: Callable[[], nn.Module]) -> Repeated:
-    """Return `count` new blocks; tied ones are one module."""
-    return Repeated([block() for _ in range(min(count, 1) if tied else count)], count)
 
 
 class OwnUnembeddings(nn.Module):
@@ -147,8 +142,8 @@ class BlockHead(nn.Module):
 def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
     """Return whether the blocks of every head are copies of one, and the tensors without the copies."""
     copies = _copies(heads, blocks)
-    pairs = [(tensors.get(first), tensors.get(copy)) for copy, first in copies.items()]
-    if not pairs or not all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs):
+    known = tensors.keys() >= {*copies, *copies.values()}
+    if not copies or not known or not all(tensors[copy].equal(tensors[first]) for copy, first in copies.items()):
         return False, tensors
     return True, {name: tensor for name, tensor in tensors.items() if name not in copies}
 
@@ -169,26 +164,19 @@ class MedusaHead(BlockHead):
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__(config, hidden_size, vocab_size)
-        self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(config.num_drafts))
+        inner = config.block_size or 4 * hidden_size
+        is_residual, tied = config.block == "residual", config.tied_blocks
+        block = partial(Block, hidden_size) if is_residual else partial(FeedForwardBlock, hidden_size, inner)
+        self.blocks = nn.ModuleList(Repeated(config.num_blocks, tied, block) for _ in range(config.num_drafts))
 
-    def forward(
-        self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return `leaf_logits` [..., n, 1, V] of states [..., d], or those of positions start .. stop - 1."""
+    def forward(self, hidden_states: Tensor, backbone: Parts = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the logits [..., stop - start, V] of states [..., d]."""
         indices = range(-1, len(self.blocks))[start:stop]
         states = [hidden_states if index < 0 else self.blocks[index](hidden_states) for index in indices]
         if self.unembeddings is None:  # one product for all positions
-            logits = exact(required(backbone).unembed(torch.stack(states, -2)))
-        else:
-            each = (self.unembed(state, index, backbone) for index, state in zip(indices, states))
-            logits = torch.stack([exact(part) for part in each], -2)
-        return {"leaf_logits": logits.unsqueeze(-2)}  # [..., n, 1, V]
-
-
-def _blocks(config: MTPHeadConfig, width: int) -> Repeated:
-    inner = config.block_size or 4 * width
-    block = partial(Block, width) if config.block == "residual" else partial(FeedForwardBlock, width, inner)
-    return repeated(config.num_blocks, config.tied_blocks, block)
+            return required(backbone).unembed(torch.stack(states, -2))
+        each = (self.unembed(state, index, backbone) for index, state in zip(indices, states))
+        return torch.stack([exact(part) for part in each], -2)
 
 
 _MERGED = "medusa_head."
@@ -325,7 +313,7 @@ class HydraHead(BlockHead):
             Block(hidden_size, (k + 2) * hidden_size if config.grounded else None) for k in range(count)
         )
         later, block = config.num_blocks - 1, partial(Block, hidden_size)
-        self.blocks = nn.ModuleList(repeated(later, config.tied_blocks, block) for _ in range(count))
+        self.blocks = nn.ModuleList(Repeated(later, config.tied_blocks, block) for _ in range(count))
 
     def features(
         self,
@@ -341,32 +329,18 @@ class HydraHead(BlockHead):
             state = self.prefix(state, attention_mask, position_ids, cache)
         return torch.cat([states[-1].to(state.dtype), state], -1)
 
-    def first(self, features: Tensor, backbone: Parts) -> Tensor:
-        """Return the logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
-        return required(backbone).unembed(features[..., : self.width])
-
-    def state(self, features: Tensor) -> Tensor:
-        return features[..., -self.width :]
-
-    def logits(self, k: int, state: Tensor, known: Tensor, backbone: Parts) -> Tensor:
-        """Return logits [..., V] of head k (from 0) given s [..., d] and embeddings of k + 1 tokens [..., k + 1, d]."""
-        return self.unembed(self.drafted(k, state, known), k, backbone)
-
-    def drafted(self, k: int, state: Tensor, known: Tensor) -> Tensor:
-        """Return the state [..., d] that head k unembeds; arguments as for `logits`."""
-        block, inputs = cast(Block, self.firsts[k]), state
+    def drafted(self, k: int, features: Tensor, known: Tensor) -> Tensor:
+        """Return the state [..., d] of head k (-1: h) at h and s [..., 2 d] (or s), after known [..., k + 1, d]."""
+        if k < 0:
+            return features[..., : self.width]
+        block, inputs = cast(Block, self.firsts[k]), features[..., -self.width :]
         if self.config.grounded:
-            inputs = torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1)
+            inputs = torch.cat([inputs.expand(*known.shape[:-2], -1), known.flatten(-2)], -1)
         return self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
 
     def together(self, features: Tensor, known: Tensor, bound: int, backbone: Parts) -> Tensor:
-        """Return the logits [..., m + 1 - bound, V] after the first `bound`, .., m of m known tokens [..., m, d].
-
-        They are one product with the unembedding that all heads share.
-        """
-        state, first = self.state(features), features[..., : self.width]
-        counts = range(bound, known.shape[-2] + 1)
-        states = [self.drafted(k - 1, state, known[..., :k, :]) if k else first for k in counts]
+        """Return logits [..., m + 1 - bound, V] after the first `bound`, .., m of known [..., m, d]: one product."""
+        states = [self.drafted(k - 1, features, known[..., :k, :]) for k in range(bound, known.shape[-2] + 1)]
         return required(backbone).unembed(torch.stack(torch.broadcast_tensors(*states), -2))
 
 
@@ -425,28 +399,27 @@ def _distribution(
 ) -> WindowDistribution:
     """Return the distribution at features [..., 2 d] or [..., d]; conditionals are computed on demand."""
     assert isinstance(head, HydraHead)
-    state = head.state(features)
-    known = state[..., None, :][..., :0, :]  # [..., 0, d]
+    known = features[..., None, : head.width][..., :0, :]  # [..., 0, d]
 
-    def next_logits(prefix: Tensor) -> Tensor:
-        count = prefix.shape[-2]
-        return head.first(features, backbone) if count == 0 else head.logits(count - 1, state, prefix, backbone)
+    def logits(k: int, prefix: Tensor) -> Tensor:
+        return head.unembed(head.drafted(k, features, prefix), k, backbone)
 
     if config.grounded:
         together = None if head.unembeddings is not None else partial(head.together, features, backbone=backbone)
-        return SequentialDistribution(next_logits, required(backbone).embed, config.num_depths, known, together)
-    logits = [next_logits(known), *(head.logits(k, state, known, backbone) for k in range(config.num_drafts))]
-    return FactorisedDistribution(torch.stack([exact(part) for part in logits], -2).unsqueeze(-2))  # [..., n, 1, V]
+        embed = required(backbone).embed
+        return SequentialDistribution(lambda p: logits(p.shape[-2] - 1, p), embed, config.num_depths, known, together)
+    each = [exact(logits(k, known)) for k in range(-1, config.num_drafts)]
+    return FactorisedDistribution(torch.stack(each, -2).unsqueeze(-2))  # [..., n, 1, V]
 
 
 def _names(arch: str, blocks: int) -> Names:
     """Return the names of heads with `blocks` blocks each; `prefix-mlp` has a dropout before every block."""
-    prefix = arch == "prefix-mlp"
-    numbers = range(1, 2 * blocks, 2) if prefix else range(blocks)
+    is_prefix = arch == "prefix-mlp"
+    numbers = range(1, 2 * blocks, 2) if is_prefix else range(blocks)
     ours = ["firsts.{k}", *(f"blocks.{{k}}.{j}" for j in range(blocks - 1))]
     return [
         *((f"hydra_mlp.{{k}}.{number}.{{rest}}", f"{own}.{{rest}}") for number, own in zip(numbers, ours)),
-        (f"hydra_lm_head.{{k}}.{'1.' if prefix else ''}{{part}}", "unembeddings.heads.{k}.{part}"),
+        (f"hydra_lm_head.{{k}}.{'1.' if is_prefix else ''}{{part}}", "unembeddings.heads.{k}.{part}"),
         (_PREFIX + "{rest}", "prefix.{rest}"),
     ]
 

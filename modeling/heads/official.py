@@ -133,10 +133,7 @@ class Checkpoint:
         return sums
 
     def kind(self, window: int, rank: int, sums: list[Sum]) -> tuple[str, bool]:
-        """Return the family of a circuit with these sums, and whether all its steps share one.
-
-        `cp` of one component is `ff`. Without a config.yaml, the shapes decide.
-        """
+        """Return the family of a circuit with these sums (`cp` of rank 1 is `ff`), and whether its steps share one."""
         root, step = (1, 1, rank), (1, rank, rank)
         known = {"cp": [[root]], "hmm": [[step] * (window - 1) + [root], [step, root]]}
         if rank == 1:
@@ -188,7 +185,7 @@ class Checkpoint:
         if not isinstance(alpha, int | float) or alpha <= 0:
             raise ValueError(f"{self.settings.file}: {_ADAPTOR}lora_alpha={alpha!r}: the adapters' scale is needed")
         options = {"draft_layers": len(layers), "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-        return options | {"backbone_config": {"num_hidden_layers": count}}, tensors
+        return options | {"backbone_config": {"num_hidden_layers": count}}, tensors  # the rest of it is not stored
 
 
 def _shape(layer: Sum) -> tuple[int, ...]:
@@ -198,10 +195,7 @@ def _shape(layer: Sum) -> tuple[int, ...]:
 
 
 def read_published(directory: Path) -> Directory:
-    """Return the options and tensors of the heads in the last checkpoint of a directory; adapters below `LAYERS`.
-
-    Of draft layers, `backbone_config` holds the number of the backbone's layers alone.
-    """
+    """Return the options and tensors of the heads in the last checkpoint of a directory; adapters below `LAYERS`."""
     stored = Checkpoint(directory)
     settings, (adapted, adapters) = stored.settings, stored.adapters()
     leaves = stored.take(_LEAVES, None, None, None, None)
@@ -264,7 +258,10 @@ def heads_from_official(
     if layout is None:
         raise ValueError(f"{folder}: no known layout of heads (medusa_lm_head.*, params.json, model@N.pt, ...)")
     if layout.fields is not None:
-        refuse_unread(folder, _of_heads(read_json(folder / layout.fields_file)), layout.fields, ignored)
+        stored = read_json(folder / layout.fields_file)
+        if "architectures" in stored and stored.get("model_type") != "medusa":  # a whole model's: others are its own
+            stored = {key: value for key, value in stored.items() if key.startswith(("medusa_", "hydra_"))}
+        refuse_unread(folder, stored, layout.fields, ignored)
     found, tensors = layout.read(folder)
     check_counts(folder, found, len(tensors))
     embedding, adapters = tensors.pop(EMBEDDING, None), below(tensors, LAYERS)
@@ -283,12 +280,6 @@ def heads_from_official(
         heads.draft_layers = layers = DraftLayers(config)
         load_tensors(layers, adapters, what)
     return heads.eval(), embedding
-
-
-def _of_heads(raw: Fields) -> Fields:
-    """Return the fields of heads: of a whole model's config.json, the others are transformers' business."""
-    is_models = "architectures" in raw and raw.get("model_type") != "medusa"
-    return {key: value for key, value in raw.items() if not is_models or key.startswith(("medusa_", "hydra_"))}
 
 
 def load_tensors(head: nn.Module, tensors: Tensors, what: str, assign: bool = False) -> None:
@@ -319,11 +310,10 @@ def export_head(
     config: MTPHeadConfig, tensors: Tensors, backbone: Callable[[], PreTrainedModel], folder: Path, layout: str
 ) -> None:
     """Write a head in the layout of another tool; see `MTPHeads.export`. `backbone` raises where there is none."""
-    family = FAMILIES[config.head_type]
-    chosen = next((known for known in family.layouts if known.name == layout), None)
-    if chosen is None:
-        names = ", ".join(known.name for known in family.layouts) or "none"
-        raise ValueError(f"layout={layout!r} holds no head_type={config.head_type!r}; choose one of: {names}")
+    layouts = {known.name: known for known in FAMILIES[config.head_type].layouts}
+    if (chosen := layouts.get(layout)) is None:
+        known = ", ".join(layouts) or "none"
+        raise ValueError(f"layout={layout!r} holds no head_type={config.head_type!r}; choose one of: {known}")
     unheld = [f"{name}={value}" for name in ("draft_layers", "draft_vocab_size") if (value := getattr(config, name))]
     if reason := chosen.refusal(config) or (unheld and f"it holds no {unheld[0]}"):
         raise ValueError(f"layout={layout!r}: {reason}")

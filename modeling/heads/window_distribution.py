@@ -117,11 +117,7 @@ class WindowDistribution(ABC):
 
     @abstractmethod
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Let `choose` pick `length` tokens (None: the window), each from its exact conditional.
-
-        Returns:
-            tokens [..., length], and the distributions they were drawn from [..., length, v].
-        """
+        """Return `length` tokens (None: all) that `choose` picks from exact conditionals, and their distributions."""
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n]; 0 at `unknown` ones, which are summed out."""
@@ -195,15 +191,10 @@ class FactorisedDistribution(_ConditionalsDistribution):
 
 
 class SequentialDistribution(_ConditionalsDistribution):
-    """q(x) = prod_k softmax(next_logits(e(x_1), .., e(x_{k-1})))[x_k].
+    """q(x) = prod_k softmax(next_logits(e(x_1), .., e(x_{k-1})))[x_k], where `embed` is e from ids [...] to [..., d].
 
-    Args:
-        next_logits: The conditionals.
-        embed: From token ids [...] to embeddings [..., d].
-        window: n, positions that are still free.
-        known: Embeddings [..., j, d] of the tokens that are bound already.
-        together: From embeddings [..., m, d] and j to the conditionals [..., m + 1 - j, V] after the first j, .., m of
-            them, where that is cheaper than one by one.
+    `known` [..., j, d] are the embeddings of bound tokens. `together`, where that is cheaper than one by one, is from
+    embeddings [..., m, d] and j to the conditionals [..., m + 1 - j, V] after the first j, .., m of them.
     """
 
     def __init__(
@@ -242,13 +233,12 @@ class SequentialDistribution(_ConditionalsDistribution):
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, known, self.together)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        distribution, tokens, draft_probs = self, [], []
+        distribution, drafted = self, list[tuple[Tensor, Tensor]]()
         for _ in range(self.window if length is None else min(length, self.window)):
-            token, probs = choose(distribution._logits(distribution.known).softmax(-1))
-            tokens.append(token)
-            draft_probs.append(probs)
-            distribution = distribution.condition(token)
-        return torch.stack(tokens, -1), torch.stack(draft_probs, -2)  # [..., length], [..., length, V]
+            drafted.append(choose(distribution._logits(distribution.known).softmax(-1)))
+            distribution = distribution.condition(drafted[-1][0])
+        tokens, probs = zip(*drafted)
+        return torch.stack(tokens, -1), torch.stack(probs, -2)  # [..., length], [..., length, V]
 
     def _logits(self, prefix: Tensor) -> Tensor:
         return exact(self.next_logits(prefix))
@@ -275,11 +265,13 @@ class PartialDistribution(WindowDistribution):
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return -inf from the first known token on that is never drafted."""
-        return self._without_others(self.inner.prefix_log_prob, tokens, unknown, True)
+        codes, others = self._codes(tokens, unknown)
+        return self.inner.prefix_log_prob(codes, unknown).masked_fill(others.long().cumsum(-1).bool(), -torch.inf)
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return -inf at known tokens that are never drafted."""
-        return self._without_others(self.inner.token_log_probs, tokens, unknown, False)
+        codes, others = self._codes(tokens, unknown)
+        return self.inner.token_log_probs(codes, unknown).masked_fill(others, -torch.inf)
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         return self.vocabulary.spread(self.inner.conditional_log_probs(self.vocabulary.codes(tokens)), -torch.inf)
@@ -310,14 +302,11 @@ class PartialDistribution(WindowDistribution):
         codes, probs = self.inner.sample_with_probs(length)
         return self.vocabulary.tokens(codes), self.vocabulary.spread(probs)
 
-    def _without_others(
-        self, read: Callable[..., Tensor], tokens: Tensor, unknown: Tensor | None, is_prefix: bool
-    ) -> Tensor:
-        codes = self.vocabulary.codes(tokens)  # [..., n]
+    def _codes(self, tokens: Tensor, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return codes [..., n], and which of them are known and never drafted."""
+        codes = self.vocabulary.codes(tokens)
         others = codes >= len(self.vocabulary)
-        others = others if unknown is None else others & ~unknown
-        values = read(codes, unknown)
-        return values.masked_fill(others.long().cumsum(-1).bool() if is_prefix else others, -torch.inf)
+        return codes, others if unknown is None else others & ~unknown
 
 
 def refuse_gaps(unknown: Tensor | None) -> None:

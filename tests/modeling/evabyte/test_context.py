@@ -55,15 +55,3 @@ def test_a_circuit_takes_over_the_tables_of_ff_heads():
     assert model.draft_heads.context is None
     got = model.distribution(IDS).conditional_log_probs(text)
     torch.testing.assert_close(got, wanted.conditional_log_probs(text), atol=1e-4, rtol=0)
-
-
-@pytest.mark.by_day("hmm")
-@pytest.mark.parametrize("kind", ["ff", "hmm"])
-def test_tables_are_added_to_a_trained_head(kind):
-    model = EvaByteForMTPC.from_pretrained(TRAINED).eval()
-    model.set_head(**HEADS[kind] | dict(context=0, transition_context=False))
-    text = torch.randint(320, (2, 12, 8))
-    before = model.distribution(IDS).conditional_log_probs(text)
-    model.add_context(3, transitions=kind == "hmm")
-    torch.testing.assert_close(model.distribution(IDS).conditional_log_probs(text), before, atol=1e-5, rtol=0)
-    assert model.config.mtp_head.options()["context"] == 3

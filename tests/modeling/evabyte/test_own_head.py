@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.models import TRAINED, tiny_model
-from tokenahead import EvaByteForMTPC, EvaByteTokenizer
+from tokenahead import EvaByteForMTPC, EvaByteModel, EvaByteTokenizer
 
 IDS = torch.randint(64, 320, (1, 12), generator=torch.Generator().manual_seed(0))
 
@@ -39,8 +39,9 @@ def test_official_files_are_split_on_loading_and_joined_on_saving(options, tmp_p
     model.save_pretrained(tmp_path, **options)
     official, saved = files(TRAINED), files(tmp_path)
     assert official.keys() == saved.keys() and all(torch.equal(saved[name], official[name]) for name in official)
-    again = EvaByteForMTPC.from_pretrained(tmp_path)
+    again, backbone = EvaByteForMTPC.from_pretrained(tmp_path), EvaByteModel.from_pretrained(tmp_path)
     assert torch.equal(heads_of(again), official["lm_head.weight"])
+    assert torch.equal(backbone.embed_tokens.weight, again.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("num_pred_heads", [1, 3])

@@ -36,12 +36,6 @@ def documents(*lengths: int) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def test_rows_of_packed_documents():
-    mask = torch.ones(2, 7, dtype=torch.bool)
-    positions = torch.stack([documents(3, 1, 3), documents(2, 5)])
-    check(SequenceMap.from_documents(mask, positions), mask, [[0, 1, 2], [3], [4, 5, 6], [7, 8], [9, 10, 11, 12, 13]])
-
-
 def test_packed_documents_in_a_padded_batch():
     """Padding on either side belongs to no document, with any position ids."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
@@ -49,29 +43,6 @@ def test_packed_documents_in_a_padded_batch():
         positions = torch.full((2, 6), filler)
         positions[0, 2:], positions[1, :3] = documents(1, 3), documents(2, 1)
         check(SequenceMap.from_documents(mask, positions), mask, [[2], [3, 4, 5], [6, 7], [8]])
-
-
-def test_features_travel_with_their_tokens():
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1]]).bool()
-    batch = torch.randn(2, 3, 4, 5, requires_grad=True)
-    for rows in (SequenceMap.from_mask(mask), SequenceMap.from_documents(mask, torch.tensor([[0, 0, 1], [0, 0, 1]]))):
-        gathered = rows.gather(batch)
-        assert gathered.shape[2:] == (4, 5)
-        restored = rows.restore(gathered)
-        assert torch.equal(restored[mask], batch[mask])
-        (gradient,) = torch.autograd.grad(restored[mask].sum(), batch)
-        assert torch.equal(gradient, mask[..., None, None].expand_as(batch).float())
-
-
-def test_random_masks_come_back():
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        mask = torch.rand(4, 9, generator=generator) < 0.6
-        positions = torch.randint(0, 3, (4, 9), generator=generator)
-        flat = torch.arange(36).view(4, 9)
-        for rows in (SequenceMap.from_mask(mask), SequenceMap.from_documents(mask, positions)):
-            assert torch.equal(rows.restore(rows.gather(flat))[mask], flat[mask])
-            assert int(rows.counts.sum()) == int(mask.sum())
 
 
 def test_a_batch_of_padding_alone_has_rows_too():

@@ -32,9 +32,6 @@ def assistant_text(ids, mask) -> str:
     return TOKENIZER.decode([int(index) for index, marked in zip(ids, mask, strict=True) if marked])
 
 
-# --- golden cases -----------------------------------------------------------------------------------------------------
-
-
 def test_golden_encode():
     for case in GOLDEN["encode"]:
         text = case["text"]
@@ -86,16 +83,6 @@ def test_golden_error_case_other_roles_are_refused(mask):
             TOKENIZER.apply_chat_template([*CHAT, {"role": role, "content": "x"}], return_assistant_tokens_mask=mask)
 
 
-# --- text and ids -----------------------------------------------------------------------------------------------------
-
-
-@given(PLAIN_TEXT)
-def test_text_without_literals_is_its_bytes_and_comes_back(text):
-    ids = TOKENIZER(text)["input_ids"]
-    assert ids == [1, *(byte + 64 for byte in text.encode())]
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
-
-
 @given(st.lists(PLAIN_TEXT | LITERALS, max_size=8).map("".join))
 def test_any_text_comes_back_and_split_special_tokens_makes_bytes_of_literals(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
@@ -119,9 +106,6 @@ def test_padding_is_on_the_left_and_there_are_no_token_type_ids():
     assert EvaByteTokenizer(padding_side="right")(["ab", ""], padding=True)["input_ids"][1] == [1, 0, 0]
 
 
-# --- streaming --------------------------------------------------------------------------------------------------------
-
-
 def test_text_streamer_prints_the_text_byte_by_byte(capsys):
     for text in ("né ☃ 😀 日本語\nñ\n\n😀", "e\u0301 👨\u200d👩\u200d👧 fin", "don't , stop ."):
         streamer = TextStreamer(TOKENIZER, skip_prompt=True, skip_special_tokens=True)
@@ -130,9 +114,6 @@ def test_text_streamer_prints_the_text_byte_by_byte(capsys):
             streamer.put(torch.tensor([index]))
         streamer.end()
         assert capsys.readouterr().out == text + "\n"
-
-
-# --- chat -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"split_special_tokens": True}])
@@ -155,9 +136,6 @@ def test_assistant_mask_is_padded_as_the_ids_are(side, pad_token):
     assert not (batch["assistant_masks"] & (1 - batch["attention_mask"])).any()
     texts = [assistant_text(ids, mask) for ids, mask in zip(batch["input_ids"], batch["assistant_masks"])]
     assert texts == ["là ☃<|eot_id|><|eot_id|>", "là ☃<|eot_id|>"]
-
-
-# --- directories ---
 
 
 def official_config() -> dict:

@@ -5,7 +5,7 @@ import torch
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads.circuit_head import CircuitHead, FFHead
 from tokenahead.modeling.heads.family import window_distribution
-from tokenahead.modeling.heads.losses import IGNORE, depth_means, discounted_mtp_loss, tokens_ahead
+from tokenahead.modeling.heads.losses import IGNORE, discounted_mtp_loss, tokens_ahead
 
 
 def head_and_batch(kind: str = "ff"):
@@ -28,4 +28,5 @@ def plain_loss(head, config, hidden, targets, ids, counts=None):
     elif config.head_type != "ff":
         unknown = ~valid
     terms = -window_distribution(head, config, hidden).token_log_probs(tokens, unknown)
-    return discounted_mtp_loss(terms, valid, config.gamma, "tokens", counts), depth_means(terms, valid)
+    means = terms.detach().where(valid, 0.0).sum((0, 1)) / valid.sum((0, 1))
+    return discounted_mtp_loss(terms, valid, config.gamma, "tokens", counts), means

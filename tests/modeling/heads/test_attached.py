@@ -2,49 +2,21 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModel, Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from tests.modeling.heads.backbones import backbone
 from tokenahead import MTPHeadConfig, MTPHeads
 
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma3TextConfig]
 PROMPT = torch.arange(5, 15)[None]
 GREEDY = dict(max_new_tokens=24, do_sample=False)
-
-
-def backbone(config_class=LlamaConfig, **changes):
-    torch.manual_seed(1)
-    base = AutoModelForCausalLM.from_config(config_class(**(SIZES | {"initializer_range": 0.1} | changes))).eval()
-    base.generation_config.eos_token_id = None
-    return base
 
 
 @pytest.mark.by_day("LlamaConfig-shared", "Gemma3TextConfig-own")
 @pytest.mark.parametrize("unembedding", ["shared", "own"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_greedy_output_is_the_backbones_own(family, unembedding):
-    base = backbone(family)
+    base = backbone(family, head_dim=8)
     expected = base.generate(PROMPT, **GREEDY)
     heads = MTPHeads.from_backbone(base, window=4, unembedding=unembedding)
     assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
@@ -61,24 +33,6 @@ def test_drafts_are_drawn_from_what_a_calls_processors_leave(kind):
     drawn = base.generate(PROMPT, do_sample=True, top_k=1, **call)
     assert torch.equal(drawn.sequences, likeliest.sequences)
     assert drawn.speculation.drafts == likeliest.speculation.drafts and len(drawn.speculation.drafts[0]) == 3
-
-
-def test_it_works_on_evabyte_too(trained):
-    expected = trained.generate(PROMPT, use_mtp=False, **GREEDY)
-    heads = MTPHeads.from_backbone(trained, window=3, unembedding="own")
-    try:
-        assert torch.equal(trained.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
-    finally:
-        heads.detach()
-
-
-def test_shared_heads_start_as_the_backbones_own_head():
-    base = backbone()
-    heads = MTPHeads.from_backbone(base, window=3)
-    out = base(PROMPT, output_hidden_states=-1)
-    distribution = heads.window_distribution(out.hidden_states[-1][:, -1])
-    expected = out.logits[:, -1].log_softmax(-1)[:, None].expand(-1, 3, -1)
-    torch.testing.assert_close(distribution.conditional_log_probs(torch.zeros(1, 3, dtype=torch.long)), expected)
 
 
 def test_a_folder_of_heads_is_small_and_round_trips(tmp_path):
@@ -125,18 +79,6 @@ def test_training_on_a_frozen_backbone_raises_acceptance():
         loss.backward()
         optimizer.step()
     assert tokens_per_call() > max(1.5, before)
-
-
-def test_packed_documents_and_padding_are_masked():
-    base = backbone()
-    heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
-    labels = torch.randint(2, 64, (1, 12))
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    out = heads(labels, position_ids=positions, labels=labels)
-    parts = [heads(part, labels=part) for part in (labels[:, :7], labels[:, 7:])]
-    counts = torch.tensor([[6, 5, 4], [4, 3, 2]])
-    expected = sum(p.head_losses * c for p, c in zip(parts, counts)) / counts.sum(0)
-    torch.testing.assert_close(out.head_losses, expected, atol=1e-5, rtol=0)
 
 
 def test_another_backbone_is_refused_by_name():

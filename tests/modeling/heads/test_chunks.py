@@ -18,46 +18,44 @@ def with_gradients(loss, head, config, hidden, targets, ids):
     return value, means, *torch.autograd.grad(3 * value, (*head.parameters(), hidden))
 
 
+def assert_equal_to_the_definition(arguments):
+    expected = with_gradients(plain_loss, *arguments)
+    found = with_gradients(lambda *given: head_loss(*given).to_tuple(), *arguments)
+    for value, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many positions each distribution of the loss is of."""
+    sizes = []
+    monkeypatch.setattr(
+        losses, "window_distribution", lambda *given: (sizes.append(len(given[2])), window_distribution(*given))[1]
+    )
+    return sizes
+
+
 @pytest.mark.by_day("ff-False-5.0-sizes0", "cp-True-7.9-sizes1", "hmm-False-0.1-sizes2", "btree-True-14.0-sizes3")
 @pytest.mark.parametrize(("rows", "sizes"), [(5.0, [5, 5, 4]), (7.9, [7, 7]), (0.1, [1] * 14), (14.0, [14])])
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes, monkeypatch):
+def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes, calls, monkeypatch):
     head, config, hidden, targets = head_and_batch(kind)
     arguments = (head, config, hidden, targets, torch.randint(0, 11, (2, 7)) if observed else None)
-    expected, calls = with_gradients(plain_loss, *arguments), []
-
-    def counted(head, config, states, backbone):
-        calls.append(len(states))
-        return window_distribution(head, config, states, backbone)
-
-    monkeypatch.setattr(losses, "window_distribution", counted)
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", int(rows * 3 * config.rank * 11))
-    for found, want in zip(
-        with_gradients(lambda *given: head_loss(*given).to_tuple(), *arguments), expected, strict=True
-    ):
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert_equal_to_the_definition(arguments)
     assert calls == sizes
 
 
 @pytest.mark.by_day("ff-0", "hmm-5")
 @pytest.mark.parametrize("kept", [0, 1, 5])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_positions_without_targets_have_no_logits(kind, kept, monkeypatch):
+def test_positions_without_targets_have_no_logits(kind, kept, calls):
     head, config, hidden, targets = head_and_batch(kind)
     targets[:] = 4
     targets.view(14, 3)[kept:] = IGNORE
-    expected, seen = with_gradients(plain_loss, head, config, hidden, targets, None), []
-
-    def counted(head, config, states, backbone):
-        seen.append(len(states))
-        return window_distribution(head, config, states, backbone)
-
-    monkeypatch.setattr(losses, "window_distribution", counted)
-    found = with_gradients(lambda *given: head_loss(*given).to_tuple(), head, config, hidden, targets, None)
-    for value, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert seen == [max(kept, 1)]
+    assert_equal_to_the_definition((head, config, hidden, targets, None))
+    assert calls == [max(kept, 1)]
 
 
 def test_chunks_on_a_frozen_backbone(monkeypatch):

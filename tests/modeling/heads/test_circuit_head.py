@@ -125,27 +125,6 @@ def test_training_the_head_alone_moves_it_and_nothing_else(options):
         assert torch.equal(value, before[key]) != key.startswith("mtp_head."), key
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", CIRCUITS)
-def test_components_separate_in_training(kind):
-    """Copied leaves and contextual sum weights: equal states grow apart, and the mixture beats the FF heads."""
-    pairs = torch.tensor([[100, 101, 102, 103], [200, 201, 202, 203]])
-    text = pairs[torch.randint(0, 2, (32, 12))].flatten(1)
-    model = tiny_model().train()
-    model.set_head(head_type=kind, window=4, rank=4)
-    model.train_only("drafter")
-    leaf = model.mtp_head.leaf.weight
-    spread = lambda: leaf.detach().view(4, 4, 320, -1).std(1).mean()  # noqa: E731
-    assert spread() == 0
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    for _ in range(60):
-        loss = model(text, labels=text).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert spread() > 1e-3
-
-
 @pytest.mark.by_day("btree")
 @pytest.mark.parametrize("kind", CIRCUITS)
 def test_training_with_the_backbone_trains_the_next_byte_head_too(kind):

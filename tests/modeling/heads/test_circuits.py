@@ -1,7 +1,5 @@
 """The distribution of independent positions, and what all distributions share: goldens, enumeration, precision."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,19 +41,6 @@ def test_golden_condition():
         anything = torch.zeros(len(firsts), given_first.window, dtype=torch.long)
         marginals = given_first.conditional_log_probs(anything).exp()
         assert_close(marginals, data["univ_given_first"][:, 1:], torch.float64)
-
-
-def test_all_windows_together():
-    """Enumeration: the joint of every window, and its sum."""
-    for name in ["ff_n2_r1_v5", "ff_n5_r1_v5", "r1_ff"]:
-        data = golden(name)
-        joint = data["joint"]
-        windows = torch.tensor(list(itertools.product(*map(range, joint.shape))))
-        logits = data["params.leaf_logits"]
-        distribution = circuit_from_logits("ff", leaf_logits=logits.expand(len(windows), *logits.shape))
-        probability = distribution.log_prob(windows).exp()
-        torch.testing.assert_close(probability.view(joint.shape), joint, rtol=0, atol=1e-14)
-        assert abs(float(probability.sum()) - 1) < 1e-12
 
 
 @pytest.mark.by_day("dtype2")
@@ -119,22 +104,6 @@ def test_unknown_tokens_are_summed_out():
     torch.testing.assert_close(distribution.token_log_probs(x, unknown)[~unknown], terms[~unknown])
     torch.testing.assert_close(distribution.prefix_log_prob(x, unknown), terms.masked_fill(unknown, 0).cumsum(-1))
     torch.testing.assert_close(distribution.prefix_log_prob(x), terms.cumsum(-1))
-
-
-def test_leading_dimensions():
-    logits = torch.randn(2, 3, 4, 1, 5)
-    x = torch.randint(0, 5, (2, 3, 4))
-    distribution = FactorisedDistribution(logits)
-    assert distribution.log_prob(x).shape == (2, 3)
-    assert distribution.prefix_log_prob(x).shape == (2, 3, 4)
-    assert distribution.conditional_log_probs(x).shape == (2, 3, 4, 5)
-    assert distribution.sample().shape == distribution.greedy().shape == (2, 3, 4)
-    rest = distribution.condition(x[..., 0])
-    assert rest.sample().shape == (2, 3, 3)
-    for a, b in itertools.product(range(2), range(3)):
-        torch.testing.assert_close(
-            distribution.log_prob(x)[a, b], FactorisedDistribution(logits[a, b]).log_prob(x[a, b])
-        )
 
 
 LOGITS = st.sampled_from([float("-inf"), -300.0, -60.0, -1.0, 0.0, 0.5, 2.0, 60.0, 300.0])

@@ -13,7 +13,6 @@ from tokenahead.modeling.heads.family import window_distribution
 from tokenahead.modeling.heads.losses import (
     IGNORE,
     counts_of_update,
-    depth_means,
     depth_targets,
     depth_weights,
     discounted_mtp_loss,
@@ -110,7 +109,6 @@ def test_golden_losses():
                 torch.testing.assert_close(
                     tokens.reshape(1), data[f"{reading}.loss_global_over_gammasum"].to(dtype), **close
                 )
-                torch.testing.assert_close(depth_means(terms, valid), data[f"{reading}.L_j_global"].to(dtype), **close)
 
 
 def test_golden_terms_of_independent_heads():
@@ -194,13 +192,6 @@ def test_counts_make_accumulation_exact():
     torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
     naive = sum(discounted_mtp_loss(terms[r], valid[r], normalization="tokens") for r in (slice(0, 1), slice(1, 5))) / 2
     assert abs(naive - whole) > 1e-4
-
-
-def test_depth_means():
-    terms = torch.tensor([[[1.0, float("nan")], [4.0, float("nan")], [float("nan"), float("nan")]]], requires_grad=True)
-    means = depth_means(terms, ~terms.isnan())
-    assert means[0].item() == 2.5 and means[1].isnan()
-    assert not means.requires_grad
 
 
 def test_what_is_scored_is_the_label():

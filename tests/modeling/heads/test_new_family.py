@@ -31,7 +31,7 @@ class NarrowHead(nn.Module):
     def forward(self, hidden_states, backbone, start=0, stop=None):
         change = torch.einsum("kdr,kre,...e->...kd", self.up, self.down, hidden_states)
         states = torch.cat([hidden_states.unsqueeze(-2), hidden_states.unsqueeze(-2) + change], -2)
-        return {"leaf_logits": backbone.unembed(states[..., start:stop, :]).unsqueeze(-2)}
+        return backbone.unembed(states[..., start:stop, :])
 
     def reset_head(self, std):
         nn.init.normal_(self.down, std=std)

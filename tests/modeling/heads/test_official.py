@@ -148,7 +148,10 @@ def test_heads_of_a_merged_model_and_their_backbone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     whole, again = MTPHeads.backbone_from_official(tmp_path), MTPHeads.from_official(tmp_path)
     torch.testing.assert_close(distribution_of(again.attach(whole)), distribution_of(heads), atol=1e-6, rtol=0)
-    assert again.window == 4  # the weights decide, not medusa_num_heads
+    assert again.window == 4  # the weights decide, not medusa_num_heads; a whole model's other fields are its own
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_gate": 3}))
+    with pytest.raises(ValueError, match="medusa_gate=3"):
+        MTPHeads.from_official(tmp_path)
     with pytest.raises(ValueError, match="holds heads alone"):
         MTPHeads.backbone_from_official(tmp_path / "apart")
 
@@ -292,20 +295,3 @@ def test_fields_of_medusas_folders(tmp_path):
         _, heads = made("medusa", unembedding="own")
         heads.export(tmp_path / f"{number}" / "source", layout)
         check_fields(tmp_path / f"{number}" / "source", changes, message, tmp_path / f"{number}" / "target")
-
-
-def test_of_a_merged_models_config_only_the_heads_fields_are_judged(tmp_path):
-    base, heads = made("medusa", unembedding="own")
-    heads.export(tmp_path / "heads", "medusa")
-    named = {
-        f"medusa_head.{name}": part for name, part in load_file(tmp_path / "heads/medusa_lm_head.safetensors").items()
-    }
-    base.save_pretrained(tmp_path)
-    save_file(load_file(tmp_path / "model.safetensors") | named, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 3, "medusa_num_layers": 1}))
-    found = MTPHeads.from_official(tmp_path).state_dict()
-    assert all(torch.equal(value, found[name]) for name, value in heads.state_dict().items())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_gate": 3}))
-    with pytest.raises(ValueError, match="medusa_gate=3"):
-        MTPHeads.from_official(tmp_path)

@@ -31,14 +31,13 @@ from ...configuration.fields import (
     compresses_windows,
     has_short_convolutions,
     learned_positions,
-    masks_padding_alone,
     rotary_border,
-    rotates_anew,
 )
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
-from .cache import AlignedLayer, BlockLayer, CacheLayout, PositionedLayer, RaggedLayer, block_mask
+from .cache import CacheLayout, RaggedLayer, block_mask
+from .special import AlignedLayer, PositionedLayer, layer_class
 from .wrapped_models import Kwargs
 
 _STATES = ("conv_states", "recurrent_states")
@@ -151,12 +150,6 @@ def _copies(layer: object) -> dict[str, dict[int, Tensor]]:
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""
 _COPIED = 64  # columns that may be copied for every token that may follow, where ended sequences are left out
-_LAYERS = (masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer)
-
-
-def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
-    """Return the class of layers that a model's attention reads; None: any."""
-    return next((kind for is_of, kind in _LAYERS if is_of(config)), None)
 
 
 class Traits(NamedTuple):
@@ -359,13 +352,12 @@ class RaggedBackbone(DynamicCacheBackbone):
 
     takes_trees = True
     layout_type = CacheLayout
-    layer_type: type[RaggedLayer] | None = None
     open: Tensor | None = None  # [b] int64, which sequences of the batch are read; None: all of them
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
-        kind = self.layer_type or traits_of(self.model).layer_type
+        kind = traits_of(self.model).layer_type
         self.limit, self.masks_alone = limit, kind is AlignedLayer  # the model makes its masks of blocks itself
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
         self.layout.install_layers(self.cache, kind)

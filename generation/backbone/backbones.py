@@ -80,7 +80,12 @@ class RealignedBackbone(DynamicCacheBackbone):
         """Drop the first columns, padding in all sequences by now: a layer with a window needs the last ones."""
         if self.moved is not None:
             surplus = self.mask.shape[1] - columns
-            drop_first(self.cache, columns)
+            for layer, name, dim in _states_with_columns(self.cache):
+                states = getattr(layer, name)
+                width = min(columns, states.shape[dim])
+                setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
+            for layer in window_layers(self.cache):
+                layer.cumulative_length = columns
             shift_cache(self.cache, surplus - self.moved, self.mask[:, surplus:])
 
 
@@ -164,16 +169,6 @@ def crop(cache: Cache, columns: int) -> None:
             layer.crop(columns)
         if is_bounded and layer.is_initialized:
             layer.cumulative_length += columns
-
-
-def drop_first(cache: Cache, columns: int) -> None:
-    """Leave the last `columns` columns, and of layers with an attention window those of them that they hold."""
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        width = min(columns, states.shape[dim])
-        setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
-    for layer in window_layers(cache):
-        layer.cumulative_length = columns
 
 
 def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,6 +40,7 @@ _MASKS_OF = {
 }
 """The masks that layers with states beside attention read."""
 Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
+KeysAndValues = tuple[Tensor, Tensor]
 
 
 class Place(NamedTuple):
@@ -202,7 +204,7 @@ class CacheLayout:
         new: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """Return which columns the positions of the next block see, [B, F, W] bool.
+        """Return which columns the F = `count` positions of the next block see, [B, F, W] bool.
 
         Args:
             count: F.
@@ -350,9 +352,7 @@ class RaggedLayer(CacheLayerMixin):
         grown.movedim(dim, 1)[sequence, columns % size] = held.movedim(dim, 1)  # [B, C, ...]
         return grown
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysAndValues:
         """Write a block [B, H, F, D], and return views of the columns that attention gets."""
         place = self.layout.place(key_states.shape[2], self.is_sliding, key_states.device)
         return self._written("keys", 2, key_states, place), self._written("values", 2, value_states, place)
@@ -445,9 +445,7 @@ def grouped_attention(
     if groups == 1:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     beside = query.reshape(batch, heads // groups, groups * queries, -1)  # [B, H / groups, groups * F, d]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        beside, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
-    )
+    output = scaled_dot_product_attention(beside, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None  # [B, F, H, d]
 
 

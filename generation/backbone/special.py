@@ -30,7 +30,7 @@ from ...configuration.fields import (
     rotates_anew,
 )
 from ..tensors.masks import cached_arange, cached_range
-from .cache import STATES, CacheLayout, Place, RaggedLayer, laid_out, rounded
+from .cache import STATES, CacheLayout, KeysAndValues, Place, RaggedLayer, laid_out, rounded
 
 _PARTS = {"kv": 0.0, "gate": -torch.inf}  # what entries are made of, and what stands for it before the first window
 
@@ -155,9 +155,7 @@ class CompressedLayer(RaggedLayer):
         """Return how many windows of a sequence are full behind the block."""
         return (length + self.layout.block_offset + self.fed) // self.rate
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysAndValues:
         if not self.compressors:
             return super().update(key_states, value_states)
         keys = self._written("keys", 2, key_states)

@@ -106,14 +106,13 @@ class Stopping:
             open_now = [index for index, span in enumerate(spans) if length in span and hits[index] is None]
             if not open_now:
                 continue
-            stops = self._asked(tokens.prefix(length, counts), length - tokens.prompt_length)
+            stops = self._asked(self.others, tokens.prefix(length, counts), length - tokens.prompt_length)
             for index in open_now:
                 hits[index] = length - tokens.lengths[index] if stops[index] else None
         return hits
 
-    def _asked(self, ids: Tensor, count: int) -> list[bool]:
-        """Return what the other criteria decide for every sequence, after `count` new tokens."""
-        criteria: Callable[..., Tensor] = self.others
+    def _asked(self, criteria: Callable[..., Tensor], ids: Tensor, count: int) -> list[bool]:
+        """Return what criteria decide for every sequence, after `count` new tokens."""
         return criteria(ids, self.scores and self.scores(count)).tolist()
 
     def _cut_in_step(
@@ -138,7 +137,8 @@ class Stopping:
             column = self.shown + 1
             if any(end < column and not over for end, over in zip(self.ends, ended)):
                 return
-            stops = self._asked(tokens.columns(0, column, self.pad, self.ends), column - tokens.prompt_length)
+            ids = tokens.columns(0, column, self.pad, self.ends)
+            stops = self._asked(self.others, ids, column - tokens.prompt_length)
             self.shown = column
             for index, stop in enumerate(stops):
                 if stop and not self.finished[index] and self.has_ends:

@@ -245,34 +245,22 @@ class BlockDrafterConfig(Qwen3Config):
     def validate_architecture(self) -> None:
         sizes: dict[str, str] = dict.fromkeys(("num_hidden_layers", "conv_kernel_size", "conv_group_size"), "[1, inf)")
         choices = {"layout": LAYOUTS, "draft_sampling": ("drawn", "argmax"), "law": LAW_OPTIONS}
-        check_values(self, choices, sizes | {"confidence_threshold": "[0, 1]"})
+        check_values(self, choices, sizes | {"mask_token_id": "[0, inf)", "confidence_threshold": "[0, 1]"})
         drafted, kinds, law = self.draft_vocab_size or 0, self.layer_types or [], self.law
         unknown = sorted({*kinds} - {"full_attention", "sliding_attention"})
         layers, others = self.feature_layers or [], sorted((self.law_options or {}).keys() - {*LAW_OPTIONS[law]})
-        rows = f"block_size={self.block_size} with sample_from_anchor={self.sample_from_anchor}"
-        window, width, group = self.sliding_window, self.hidden_size, self.conv_group_size
-        refuse(
-            [
-                (others, f"law={law!r} takes the law_options {', '.join(LAW_OPTIONS[law]) or 'none'}, not {others}"),
-                (self.num_drafts < 1, f"{rows} drafts nothing"),
-                (not layers or min(layers) < 0, f"feature_layers={layers} must name hidden states from 0 on"),
-                (
-                    not min(1, self.vocab_size) <= drafted <= self.vocab_size,
-                    f"draft_vocab_size={drafted} must lie in 1..vocab_size={self.vocab_size}",
-                ),
-                (self.mask_token_id < 0, f"mask_token_id={self.mask_token_id} must not be negative"),
-                (unknown, f"layer_types has {', '.join(unknown)}; layers are full_attention or sliding_attention"),
-                (
-                    "sliding_attention" in kinds and not window,
-                    f"sliding_window={window} must be positive for layers of sliding_attention",
-                ),
-                (
-                    self.has_draft_vocabulary and not self.own_unembedding,
-                    f"draft_vocab_size={drafted} of {self.vocab_size} needs own_unembedding=True",
-                ),
-                (
-                    self.conv_kernel_size is not None and width % group != 0,
-                    f"conv_group_size={group} must divide hidden_size={width}",
-                ),
-            ]
-        )
+        vocab = self.vocab_size
+        is_partial = self.has_draft_vocabulary and not self.own_unembedding
+        has_no_window = "sliding_attention" in kinds and not self.sliding_window
+        is_ungrouped = self.conv_kernel_size is not None and self.hidden_size % self.conv_group_size != 0
+        refusals = [
+            (others, f"law={law!r} takes the law_options {', '.join(LAW_OPTIONS[law]) or 'none'}, not {others}"),
+            (self.num_drafts < 1, f"block_size={self.block_size} drafts nothing"),
+            (not layers or min(layers) < 0, f"feature_layers={layers} must name hidden states from 0 on"),
+            (not min(1, vocab) <= drafted <= vocab, f"draft_vocab_size={drafted} must lie in 1..vocab_size={vocab}"),
+            (unknown, f"layer_types has {', '.join(unknown)}; layers are full_attention or sliding_attention"),
+            (has_no_window, f"sliding_window={self.sliding_window} must be positive for sliding_attention"),
+            (is_partial, f"draft_vocab_size={drafted} of {vocab} needs own_unembedding=True"),
+            (is_ungrouped, f"conv_group_size={self.conv_group_size} must divide hidden_size={self.hidden_size}"),
+        ]
+        refuse(refusals)

@@ -28,9 +28,6 @@ class EvaByteConfig(PreTrainedConfig):
         mtp_head: The head that drafts (`MTPHeadConfig` or a dict of its fields). `window` defaults to
             `num_pred_heads`; a smaller one uses the first heads, a larger one appends heads.
 
-    Raises:
-        StrictDataclassError: Wrong types, or contradictory fields by name.
-
     Example:
         >>> config = EvaByteConfig(num_attention_heads=32, window_size=2048, chunk_size=16, num_pred_heads=8)
         >>> config.mtp_head.window
@@ -71,10 +68,10 @@ class EvaByteConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        head = self.mtp_head if isinstance(self.mtp_head, MTPHeadConfig) else MTPHeadConfig(**(self.mtp_head or {}))
-        if head.window is None:
-            head.window = self.num_pred_heads
-        self.mtp_head = head
+        if not isinstance(self.mtp_head, MTPHeadConfig):
+            self.mtp_head = MTPHeadConfig(**(self.mtp_head or {}))
+        if self.mtp_head.window is None:
+            self.mtp_head.window = self.num_pred_heads
         super().__post_init__(**kwargs)
         self.return_dict = True  # the Hub's files say false, which would turn every output into a tuple
 
@@ -113,5 +110,5 @@ def config_and_options(
         return config, options
     if isinstance(config, PreTrainedConfig):
         return EvaByteConfig.from_dict(config.to_dict()), options
-    read, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
-    return cast(EvaByteConfig, read), cast(dict[str, Any], unused)
+    read = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
+    return cast(tuple[EvaByteConfig, dict[str, Any]], read)

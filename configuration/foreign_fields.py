@@ -94,7 +94,7 @@ class FieldTable:
     def with_copies(self, is_scaled: bool) -> FieldTable:
         """Return the table of DeepSpec's, with fields of its target; those of its rope only where its own is plain."""
         of_rope = names("") if is_scaled else ROPE_OF_TARGET
-        top = COPIED_FROM_TARGET - (ROPE_OF_TARGET - of_rope)
+        top = COPIED_FROM_TARGET - ROPE_OF_TARGET | of_rope
         known = {"": top.union(self.known.get("", ()))} | dict.fromkeys(ROPE_LEVELS, of_rope)
         return replace(self, layout="deepspec", known={**self.known, **known})
 
@@ -107,12 +107,11 @@ class FieldTable:
                 yield from self.unread(value, path)
             elif name in self.read.get(level, ()) or any(fnmatchcase(name, each) for each in known):
                 continue
-            elif not self._says_nothing(name, value):
+            elif (allowed := (_NEUTRAL | dict(self.only)).get(name)) is None:
+                if not is_neutral(name, value):
+                    yield path, value
+            elif not any(is_same(value, each) for each in (None, *allowed)):
                 yield path, value
-
-    def _says_nothing(self, name: str, value: object) -> bool:
-        allowed = (_NEUTRAL | dict(self.only)).get(name)
-        return is_neutral(name, value) if allowed is None else any(is_same(value, each) for each in (None, *allowed))
 
 
 def speculators_table(
@@ -167,13 +166,9 @@ def stated(raw: Raw, path: str) -> Any:
 
 
 def agreed(owner: object, raw: Raw, *paths: str, meanings: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
-    """Return what several fields say, which are names of one thing; None: none of them says anything.
+    """Return what the fields at several dotted paths say, which are names of one thing; null and empty say nothing.
 
-    Args:
-        owner: Of the config, for the message.
-        raw: The config.json.
-        *paths: Dotted paths of the fields; null and empty ones say nothing.
-        meanings: By path or last name, what makes a field's value that of the first field; null: it says nothing.
+    `meanings` tells, by path or last name, what makes a field's value that of the first field.
     """
     found: dict[str, object] = {}
     for path in paths:

@@ -28,11 +28,8 @@ _COUNTS = (
     *("window", "rank", "leaf_size", "context_rank", "num_blocks", "block_size"),
     *("draft_vocab_size", "draft_lora_rank"),
 )
-RANGES = {
-    **dict.fromkeys(_COUNTS, "[1, inf)"),
-    **dict.fromkeys(("state_offset", "draft_layers"), "[0, inf)"),
-    "context": "[0, 3]",
-}
+RANGES = {"context": "[0, 3]", "state_offset": "[0, inf)", "draft_layers": "[0, inf)"}
+RANGES |= dict.fromkeys(_COUNTS, "[1, inf)")
 """Intervals of numbers."""
 
 
@@ -96,9 +93,6 @@ class MTPHeadConfig(PreTrainedConfig):
         vocab_size: Number of token ids.
         draft_vocab_size: Number of the tokens that are drafted; None: all.
         base_model_name_or_path: The backbone that the heads were trained for, for people to read.
-
-    Raises:
-        StrictDataclassError: An unknown name, a value out of range, an option of another family, or a wrong type.
 
     Example:
         >>> MTPHeadConfig(head_type="ff", window=8).window
@@ -165,10 +159,7 @@ class MTPHeadConfig(PreTrainedConfig):
         super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
-        if self.head_type not in HEAD_FAMILIES:
-            known = ", ".join(HEAD_FAMILIES)
-            raise ValueError(f"head_type={self.head_type!r} is unknown; choose one of {known}, or first register it")
-        check_values(self, CHOICES, RANGES)
+        check_values(self, {"head_type": tuple(HEAD_FAMILIES), **CHOICES}, RANGES)
         self.loss_options.check()
         if (self.draft_vocab_size or 0) > (self.vocab_size or self.draft_vocab_size or 0):
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
@@ -178,14 +169,10 @@ class MTPHeadConfig(PreTrainedConfig):
             default = self.family.unembedding if name == "unembedding" else vars(MTPHeadConfig)[name]
             if value != default and name not in self.family.options:
                 others = ", ".join(known for known, facts in HEAD_FAMILIES.items() if name in facts.options)
-                raise ValueError(
-                    f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; an option of {others}"
-                )
+                raise ValueError(f"{name}={value}: head_type={self.head_type!r} has it not; an option of {others}")
         self.family.check(self)
         if self.draft_layers and self.family.attends(self):
-            raise ValueError(
-                f"draft_layers={self.draft_layers}: head_type={self.head_type!r} has decoder layers of its own"
-            )
+            raise ValueError(f"draft_layers={self.draft_layers}: head_type={self.head_type!r} has layers of its own")
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -221,8 +208,7 @@ class MTPHeadConfig(PreTrainedConfig):
 
     def draft_options(self) -> dict[str, Any]:
         """Return the fields of draft layers; empty where there are none."""
-        names = ("draft_layers", "draft_lora_rank", "draft_lora_alpha")
-        return self._values(names) if self.draft_layers else {}
+        return self._values(("draft_layers", "draft_lora_rank", "draft_lora_alpha")) if self.draft_layers else {}
 
     def same_parameters(self, other: "MTPHeadConfig") -> bool:
         """Return whether a checkpoint of `other` holds the parameters of this head (of `"ff"`, with any window)."""

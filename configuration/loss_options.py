@@ -165,12 +165,10 @@ class EagleLossOptions(LossOptions):
         """Return the same options with the defaults of a version filled in."""
         objective = self.objective or OBJECTIVES[version][0]
         if objective not in OBJECTIVES[version]:
-            allowed = " or ".join(map(repr, OBJECTIVES[version]))
-            raise ValueError(f"objective={objective!r}: a head of version {version} is trained with {allowed}")
+            raise ValueError(f"objective={objective!r}: a head of version {version} takes {OBJECTIVES[version]}")
         steps = _STEPS[objective] if self.steps is None else self.steps
         if steps < 1 or (objective == "eagle1" and steps > 1):
-            allowed = "1" if objective == "eagle1" else "at least 1"
-            raise ValueError(f"steps={steps} must be {allowed} for {objective!r}")
+            raise ValueError(f"steps={steps} must be at least 1, and 1 for 'eagle1'")
         return ResolvedEagleOptions(**(asdict(self) | {"objective": objective, "steps": steps}))
 
 

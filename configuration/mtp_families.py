@@ -113,10 +113,10 @@ class MTPFamily:
         return [template.format(index=k, layer=num_layers + k) for template in templates]
 
     def _pairs(self, num_layers: int, num_modules: int) -> list[tuple[str, str]]:
-        filled = [{"index": k, "layer": num_layers + k} for k in range(num_modules)]
-        pairs = [
-            (theirs.format(**numbers), ours.format(**numbers)) for numbers in filled for theirs, ours in self.names
-        ]
+        pairs = list[tuple[str, str]]()
+        for k in range(num_modules):
+            numbers = {"index": k, "layer": num_layers + k}
+            pairs += [(theirs.format(**numbers), ours.format(**numbers)) for theirs, ours in self.names]
         return [(theirs, self.stem + ours.removeprefix("model")) for theirs, ours in pairs]
 
 
@@ -270,23 +270,14 @@ FAMILIES: dict[str, MTPFamily] = {
 }
 """Families with official modules, or with modules unlike the model's last layer, by `model_type`."""
 
-_TEXT_ONLY = (
-    "transformers has its network as the text of step3p7 (Step-3.7) only, and no causal language model of it alone "
-    "(models/auto/modeling_auto.py)"
-)
-_SOUND = (
-    "its towers for images and sound are not loaded here: pass config=AutoConfig.from_pretrained(name)."
-    "get_text_config(), dots3_note_text, whose class reads the same files "
-    "(transformers/models/dots3_note/modeling_dots3_note.py)"
-)
-_DROPPED = (
-    "transformers drops the tensors of its drafter ({}), and neither transformers nor vLLM 0.32 has a class that reads "
-    "them (transformers/models/{})"
-)
 REFUSED: dict[str, str] = {
-    "dots3_note": _SOUND,
-    "mistral_large4": _DROPPED.format("mtp_dspark.*", "mistral_large4/modeling_mistral_large4.py"),
-    "step3p5": _TEXT_ONLY,
+    "dots3_note": "its towers for images and sound are not loaded here: pass config=AutoConfig.from_pretrained(name)."
+    "get_text_config(), dots3_note_text, whose class reads the same files "
+    "(transformers/models/dots3_note/modeling_dots3_note.py)",
+    "mistral_large4": "transformers drops the tensors of its drafter (mtp_dspark.*), and neither transformers nor vLLM "
+    "0.32 has a class that reads them (transformers/models/mistral_large4/modeling_mistral_large4.py)",
+    "step3p5": "transformers has its network as the text of step3p7 (Step-3.7) only, and no causal language model of "
+    "it alone (models/auto/modeling_auto.py)",
 }
 """Families with modules that are not supported, why, and the file of vLLM 0.32 or transformers 5.23 that shows it."""
 
@@ -337,10 +328,8 @@ def check_fields_of_modules(owner: object, raw: Raw, ignored: Sequence[str] = ()
     """Refuse a config.json with a field of modules that is not read; the model's own are transformers' business."""
     refuse_dspark(owner, raw)
     text = raw.get("text_config")
-    own, of_text = (
-        {key: value for key, value in part.items() if _OF_MODULES.fullmatch(key)}
-        for part in (raw, text if isinstance(text, Mapping) else {})
-    )
+    parts = raw, text if isinstance(text, Mapping) else {}
+    own, of_text = ({key: part[key] for key in part if _OF_MODULES.fullmatch(key)} for part in parts)
     refuse_unread(owner, own | {"text_config": of_text}, _FIELDS, ignored)
 
 
@@ -359,9 +348,8 @@ def count_modules(config: PreTrainedConfig) -> int:
 def set_modules(config: PreTrainedConfig, count: int) -> None:
     """Write the number of modules to the family's field; refuse more than its names can distinguish."""
     family = family_of(config)
-    if family.most_modules is not None and count > family.most_modules:
-        known = f"files of {config.model_type} have names for {family.most_modules} module only"
-        raise ValueError(f"{family.count}={count}: {known}, which is reused for longer drafts (num_assistant_tokens)")
+    if (most := family.most_modules) is not None and count > most:
+        raise ValueError(f"{family.count}={count}: files of {config.model_type} have names for {most} module only")
     setattr(config if family.counts_outside else config.get_text_config(), family.count, count)
 
 

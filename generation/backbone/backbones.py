@@ -12,11 +12,15 @@ A layer with an attention window W holds its last W - 1 columns, and those of a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from inspect import Parameter, signature
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -29,9 +33,10 @@ from transformers.cache_utils import (
 
 from ...configuration.cache_names import CACHE, NAMES
 from ..call.sequences import NewTokens
+from ..contract import DraftTree, each_state
 from ..tensors.masks import cached_arange, cached_range, check_attention
 from .cache import STATES
-from .special import CompressedBackbone, ConvolvedBackbone
+from .special import CompressedLayer, own_columns
 from .static import PlannedCache, StaticBackbone
 from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
 from .wrapped_models import Kwargs, has_own_cache
@@ -54,7 +59,7 @@ class RealignedBackbone(DynamicCacheBackbone):
             block,
             **{CACHE: self.cache},
             use_cache=True,
-            attention_mask=torch.nn.functional.pad(self.mask, (0, self.count), value=True) if self.is_padded else None,
+            attention_mask=pad(self.mask, (0, self.count), value=True) if self.is_padded else None,
             **(self.continuation.inputs(numbers, self.last_position) | options),
         )
 
@@ -63,7 +68,7 @@ class RealignedBackbone(DynamicCacheBackbone):
         if self.replay is not None:
             self.replay.keep(new.counts)
         crop(self.cache, new.longest - self.count)
-        self.mask, self.count = torch.nn.functional.pad(self.mask, (0, new.longest), value=True), 0
+        self.mask, self.count = pad(self.mask, (0, new.longest), value=True), 0
         self.counts = self.counts + (new.longest if new.is_even else new.on_device.to(self.counts.device))
         if not new.is_even:
             shifts = new.longest - new.on_device.to(self.counts.device)  # [B]
@@ -75,7 +80,12 @@ class RealignedBackbone(DynamicCacheBackbone):
         """Drop the first columns, padding in all sequences by now: a layer with a window needs the last ones."""
         if self.moved is not None:
             surplus = self.mask.shape[1] - columns
-            drop_first(self.cache, columns)
+            for layer, name, dim in _states_with_columns(self.cache):
+                states = getattr(layer, name)
+                width = min(columns, states.shape[dim])
+                setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
+            for layer in window_layers(self.cache):
+                layer.cumulative_length = columns
             shift_cache(self.cache, surplus - self.moved, self.mask[:, surplus:])
 
 
@@ -86,11 +96,67 @@ class LockstepBackbone(RealignedBackbone):
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
         self.new_tokens, self.counts, self.count = new, self.counts + 1, 0
-        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
+        self.mask = pad(self.mask, (0, 1), value=True)
         keep_window_columns(self.cache)
 
     def align(self, columns: int) -> None:
         pass
+
+
+class CompressedBackbone(RaggedBackbone):
+    """A model on a cache of `CompressedLayer`.
+
+    Compressors without an index (`heavy`) count windows in columns, padding among them; single tokens see all entries.
+    In a block they hide entries by positions, so that with padding they get columns instead.
+    """
+
+    takes_trees = False
+
+    def __init__(self, *args: Any, limit: int, span: int) -> None:
+        super().__init__(*args, limit=limit, span=span)
+        self.heavy: list[nn.Module] = []
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, CompressedLayer) and layer.compressors:
+                compressor = self.model.get_decoder().get_submodule(f"layers.{index}.self_attn.compressor")
+                layer.rotary = compressor.get_submodule("rotary_emb")
+                self.heavy += [compressor] if layer.compressors == ["compressor"] else []
+
+    def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
+        if block.shape[1] > 1 or self.layout.is_even:
+            with self._given_columns(depths) if self.is_padded else nullcontext():
+                return super()._call(block, depths, tree, last, options)
+        # a token alone sees all entries, those of sequences that are ahead: of two, each sees its own
+        options = options | {"logits_to_keep": 0}
+        outputs = self._call(pad(block, (0, 1)), torch.cat([depths, depths + 1], dim=-1), None, last, options)
+        outputs.logits = outputs.logits[:, :1]
+        outputs.hidden_states = each_state(outputs.hidden_states, lambda state: state[:, :1])
+        return outputs
+
+    @contextmanager
+    def _given_columns(self, depths: Tensor) -> Iterator[None]:
+        columns, own = self.layout.ends[:, None] + depths, get_ident()  # [B, F]
+
+        def changed(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (*args[:2], columns.to(args[2].device), *args[3:]) if get_ident() == own else args
+
+        with ExitStack() as hooks:
+            for compressor in self.heavy:
+                hooks.enter_context(compressor.register_forward_pre_hook(changed))
+            yield
+
+
+class ConvolvedBackbone(RaggedBackbone):
+    """A model on a cache of `ConvolvedLayer`."""
+
+    takes_trees = False
+
+    def __init__(self, *args: Any, limit: int, span: int) -> None:
+        super().__init__(*args, limit=limit, span=span)
+        self.replay = None  # convolutions remember their inputs, and no states
+
+    def _call(self, block: Tensor, positions: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
+        with own_columns(self.model.get_decoder(), self.cache):
+            return super()._call(block, positions, tree, last, options)
 
 
 def crop(cache: Cache, columns: int) -> None:
@@ -103,16 +169,6 @@ def crop(cache: Cache, columns: int) -> None:
             layer.crop(columns)
         if is_bounded and layer.is_initialized:
             layer.cumulative_length += columns
-
-
-def drop_first(cache: Cache, columns: int) -> None:
-    """Leave the last `columns` columns, and of layers with an attention window those of them that they hold."""
-    for layer, name, dim in _states_with_columns(cache):
-        states = getattr(layer, name)
-        width = min(columns, states.shape[dim])
-        setattr(layer, name, states.narrow(dim, states.shape[dim] - width, width))
-    for layer in window_layers(cache):
-        layer.cumulative_length = columns
 
 
 def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,6 +40,7 @@ _MASKS_OF = {
 }
 """The masks that layers with states beside attention read."""
 Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
+KeysAndValues = tuple[Tensor, Tensor]
 
 
 class Place(NamedTuple):
@@ -184,9 +186,11 @@ class CacheLayout:
         """Return whether some of the columns so far share a slot among `size`."""
         return self.written > size
 
-    def columns(self, width: int, size: int, count: int = 0) -> Tensor:
-        """Return the column in each slot, [1 or B, W] int64; negative where there is none yet."""
-        slots = cached_arange(width, self.ends.device)[None]  # [1, W]
+    def columns(self, count: int, size: int) -> Tensor:
+        """Return the columns that a block of `count` reads, by slot, [1 or B, W] int64; negative where none is yet."""
+        if count > size:  # of a block that is longer than a ring, attention gets the block
+            return self.block_columns(count)
+        slots = cached_arange(self.width(count, size), self.ends.device)[None]  # [1, W]
         if not self.has_wrapped(size):
             return slots
         last = self.ends[:, None] + (self.block_offset + count - 1)  # [B, 1]
@@ -200,7 +204,7 @@ class CacheLayout:
         new: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """Return which columns the positions of the next block see, [B, F, W] bool.
+        """Return which columns the F = `count` positions of the next block see, [B, F, W] bool.
 
         Args:
             count: F.
@@ -213,8 +217,7 @@ class CacheLayout:
         self.reserve(count)
         size = self.size(bool(window or chunk) and self.window > 0)
         block = cached_range(self.block_offset, count, self.ends.device)  # [F], columns relative to `ends`
-        # of a block that is longer than a ring, attention gets the block
-        columns = self.ends[:, None] + block if count > size else self.columns(self.width(count, size), size, count)
+        columns = self.columns(count, size)
         away = columns - self.ends[:, None]  # [B, W], relative to `ends`
         if new is None:
             seen, depth, own = away[:, None] <= block[:, None], away, block[None]  # [B, F, W], [B, W], [1, F]
@@ -349,9 +352,7 @@ class RaggedLayer(CacheLayerMixin):
         grown.movedim(dim, 1)[sequence, columns % size] = held.movedim(dim, 1)  # [B, C, ...]
         return grown
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysAndValues:
         """Write a block [B, H, F, D], and return views of the columns that attention gets."""
         place = self.layout.place(key_states.shape[2], self.is_sliding, key_states.device)
         return self._written("keys", 2, key_states, place), self._written("values", 2, value_states, place)
@@ -416,83 +417,6 @@ class RaggedLayer(CacheLayerMixin):
         return keys[:, :, :width], values[:, :, :width], seen
 
 
-class AlignedLayer(RaggedLayer):
-    """A `RaggedLayer` that gives attention the columns up to the block's end, right-aligned after zeros (GLM5-next)."""
-
-    fed = 0
-
-    def _written(self, name: str, dim: int, states: Tensor, place: Place | None = None) -> Tensor:
-        self.layout.is_maskless, self.fed = True, states.shape[dim]
-        held = super()._written(name, dim, states)
-        if self.layout.is_even:
-            return held
-        width, ends = held.shape[dim], self.layout.ends.to(held.device)
-        source = cached_arange(width, held.device) - (width - self.layout.block_offset - self.fed - ends)[:, None]
-        shape = [len(source), *[1] * (dim - 1), width, *[1] * (held.dim() - dim - 1)]
-        aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))  # as `held`
-        return aligned.masked_fill((source < 0).view(shape), 0)
-
-    def get_seq_length(self) -> int:
-        """Return the columns up to the end of the last block: what is asked after it was written."""
-        return super().get_seq_length() + self.fed
-
-
-class PositionedLayer(RaggedLayer):
-    """A `RaggedLayer` with the positions [B, 3, C] of columns, if it is the first of its cache (Qwen4-Exp).
-
-    A model puts the positions of a block behind those that it finds, but `target.note_positions` has written them.
-    """
-
-    positions: Tensor | None = None
-    shown = 0
-
-    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
-        super().__init__(layout, origin)
-        self.states = (*self.states, ("positions", 2))
-        given = cast(DynamicIndexedLayer, origin).indexer_position_ids
-        if given is not None:
-            self.positions = laid_out(given.transpose(0, 1), layout.prompt - given.shape[2], 2, layout.size(False))
-
-    @property
-    def indexer_position_ids(self) -> Tensor | None:
-        """Positions [3, B, W] of the columns that attention gets."""
-        return None if self.positions is None else self.positions[..., : self.shown].transpose(0, 1)
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: Tensor) -> None:
-        pass  # `note_positions` has written them
-
-    def note(self, position_ids: Tensor) -> None:
-        """Write positions of the next block, [B, F] or [1, 3 or 4, B, F], the last three rotated by."""
-        three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)  # [3, B, F]
-        self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
-
-    def restore(self, columns: int) -> DynamicLayer:
-        layer = cast(DynamicIndexedLayer, super().restore(columns))
-        positions = None if self.positions is None else self.positions[..., :columns].transpose(0, 1)
-        layer.indexer_position_ids = positions
-        return layer
-
-
-class BlockLayer(RaggedLayer):
-    """A `RaggedLayer` with keys of an index of blocks [B, 1, C, D], where its origin has them (MiniMax-M3)."""
-
-    idx_keys: Tensor | None = None
-
-    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
-        super().__init__(layout, origin)
-        if "idx_keys" not in vars(origin):
-            return
-        self.own = self.states = (*self.own, ("idx_keys", 2))
-        given = vars(origin)["idx_keys"]
-        if given is not None:
-            self.idx_keys = laid_out(given, layout.prompt - given.shape[2], 2, layout.size(False))
-
-    def update_index(self, idx_k: Tensor) -> Tensor:
-        """Write the index's keys of a block [B, 1, F, D], and return a view of the columns that attention gets."""
-        return self._written("idx_keys", 2, idx_k)
-
-
 def grouped_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -521,9 +445,7 @@ def grouped_attention(
     if groups == 1:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     beside = query.reshape(batch, heads // groups, groups * queries, -1)  # [B, H / groups, groups * F, d]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        beside, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
-    )
+    output = scaled_dot_product_attention(beside, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None  # [B, F, H, d]
 
 

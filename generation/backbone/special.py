@@ -1,4 +1,4 @@
-"""Backbones on a cache that never moves, whose layers hold more than keys and values.
+"""Layers of a cache that never moves which hold more than keys and values, or show them their own way.
 
 - DeepSeek-V4: attention reads windows of `rate` columns, compressed to one entry each once they are full. What entries
   are made of is kept for the last tokens, in rings like the keys. In every forward, each sequence's windows from the
@@ -12,25 +12,104 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from ...configuration.fields import has_short_convolutions
-from ..contract import DraftTree, each_state
+from ...configuration.fields import (
+    chooses_blocks,
+    compresses_windows,
+    has_short_convolutions,
+    masks_padding_alone,
+    rotates_anew,
+)
 from ..tensors.masks import cached_arange, cached_range
-from .cache import STATES, CacheLayout, RaggedLayer, Slots, laid_out, rounded
-from .target import RaggedBackbone, layer_class
-from .wrapped_models import Kwargs
+from .cache import STATES, CacheLayout, KeysAndValues, Place, RaggedLayer, laid_out, rounded
 
 _PARTS = {"kv": 0.0, "gate": -torch.inf}  # what entries are made of, and what stands for it before the first window
+
+
+class AlignedLayer(RaggedLayer):
+    """A `RaggedLayer` that gives attention the columns up to the block's end, right-aligned after zeros (GLM5-next)."""
+
+    fed = 0
+
+    def _written(self, name: str, dim: int, states: Tensor, place: Place | None = None) -> Tensor:
+        self.layout.is_maskless, self.fed = True, states.shape[dim]
+        held = super()._written(name, dim, states)
+        if self.layout.is_even:
+            return held
+        width, ends = held.shape[dim], self.layout.ends.to(held.device)
+        source = cached_arange(width, held.device) - (width - self.layout.block_offset - self.fed - ends)[:, None]
+        shape = [len(source), *[1] * (dim - 1), width, *[1] * (held.dim() - dim - 1)]
+        aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))  # as `held`
+        return aligned.masked_fill((source < 0).view(shape), 0)
+
+    def get_seq_length(self) -> int:
+        """Return the columns up to the end of the last block: what is asked after it was written."""
+        return super().get_seq_length() + self.fed
+
+
+class PositionedLayer(RaggedLayer):
+    """A `RaggedLayer` with the positions [B, 3, C] of columns, if it is the first of its cache (Qwen4-Exp).
+
+    A model puts the positions of a block behind those that it finds, but `target.note_positions` has written them.
+    """
+
+    positions: Tensor | None = None
+    shown = 0
+
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
+        self.states = (*self.states, ("positions", 2))
+        given = cast(DynamicIndexedLayer, origin).indexer_position_ids
+        if given is not None:
+            self.positions = laid_out(given.transpose(0, 1), layout.prompt - given.shape[2], 2, layout.size(False))
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions [3, B, W] of the columns that attention gets."""
+        return None if self.positions is None else self.positions[..., : self.shown].transpose(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        pass  # `note_positions` has written them
+
+    def note(self, position_ids: Tensor) -> None:
+        """Write positions of the next block, [B, F] or [1, 3 or 4, B, F], the last three rotated by."""
+        three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)  # [3, B, F]
+        self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
+
+    def restore(self, columns: int) -> DynamicLayer:
+        layer = cast(DynamicIndexedLayer, super().restore(columns))
+        positions = None if self.positions is None else self.positions[..., :columns].transpose(0, 1)
+        layer.indexer_position_ids = positions
+        return layer
+
+
+class BlockLayer(RaggedLayer):
+    """A `RaggedLayer` with keys of an index of blocks [B, 1, C, D], where its origin has them (MiniMax-M3)."""
+
+    idx_keys: Tensor | None = None
+
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
+        if "idx_keys" not in vars(origin):
+            return
+        self.own = self.states = (*self.own, ("idx_keys", 2))
+        given = vars(origin)["idx_keys"]
+        if given is not None:
+            self.idx_keys = laid_out(given, layout.prompt - given.shape[2], 2, layout.size(False))
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Write the index's keys of a block [B, 1, F, D], and return a view of the columns that attention gets."""
+        return self._written("idx_keys", 2, idx_k)
 
 
 class CompressedLayer(RaggedLayer):
@@ -76,9 +155,7 @@ class CompressedLayer(RaggedLayer):
         """Return how many windows of a sequence are full behind the block."""
         return (length + self.layout.block_offset + self.fed) // self.rate
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysAndValues:
         if not self.compressors:
             return super().update(key_states, value_states)
         keys = self._written("keys", 2, key_states)
@@ -151,52 +228,9 @@ class CompressedLayer(RaggedLayer):
         return layer
 
 
-class CompressedBackbone(RaggedBackbone):
-    """A model on a cache of `CompressedLayer`.
-
-    Compressors without an index (`heavy`) count windows in columns, padding among them; single tokens see all entries.
-    In a block they hide entries by positions, so that with padding they get columns instead.
-    """
-
-    takes_trees = False
-    layer_type = CompressedLayer
-
-    def __init__(self, *args: Any, limit: int, span: int) -> None:
-        super().__init__(*args, limit=limit, span=span)
-        self.heavy: list[nn.Module] = []
-        for index, layer in enumerate(self.cache.layers):
-            if isinstance(layer, CompressedLayer) and layer.compressors:
-                compressor = self.model.get_decoder().get_submodule(f"layers.{index}.self_attn.compressor")
-                layer.rotary = compressor.get_submodule("rotary_emb")
-                self.heavy += [compressor] if layer.compressors == ["compressor"] else []
-
-    def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
-        if block.shape[1] > 1 or self.layout.is_even:
-            with self._given_columns(depths) if self.is_padded else nullcontext():
-                return super()._call(block, depths, tree, last, options)
-        # a token alone sees all entries, those of sequences that are ahead: of two, each sees its own
-        options = options | {"logits_to_keep": 0}
-        outputs = self._call(pad(block, (0, 1)), torch.cat([depths, depths + 1], dim=-1), None, last, options)
-        outputs.logits = outputs.logits[:, :1]
-        outputs.hidden_states = each_state(outputs.hidden_states, lambda state: state[:, :1])
-        return outputs
-
-    @contextmanager
-    def _given_columns(self, depths: Tensor) -> Iterator[None]:
-        columns, own = self.layout.ends[:, None] + depths, get_ident()  # [B, F]
-
-        def changed(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (*args[:2], columns.to(args[2].device), *args[3:]) if get_ident() == own else args
-
-        with ExitStack() as hooks:
-            for compressor in self.heavy:
-                hooks.enter_context(compressor.register_forward_pre_hook(changed))
-            yield
-
-
 @LinearAttentionCacheLayerMixin.register
 class ConvolvedLayer(RaggedLayer):
-    """A `RaggedLayer` with rings of inputs [B, d, C], `inputs_0` ..; without a previous state, it gets every block."""
+    """A `RaggedLayer` with rings of inputs [B, C, d], `inputs_0` ..; without a previous state, it gets every block."""
 
     record_past, kernel = True, 1
 
@@ -204,45 +238,44 @@ class ConvolvedLayer(RaggedLayer):
         super().__init__(layout, origin)
         given = vars(origin)
         self.rings = [f"inputs_{index}" for index in given["conv_states"]]
-        self.states = (*self.states, *((name, 2) for name in self.rings))
+        self.states = (*self.states, *((name, 1) for name in self.rings))
         self.has_previous_state = dict.fromkeys(given["conv_states"], False)
         for (index, held), name in zip(given["conv_states"].items(), self.rings):
             setattr(self, name, None)
             if held is not None and given["has_previous_state"][index]:
                 self.kernel = given["conv_kernel_size"][index]
-                ring, kept = self._ring(name, held), min(self.kernel, layout.prompt, held.shape[2])
-                _put(ring, layout.slots(-kept, kept, ring.shape[2], held.device), held[..., -kept:])
+                ring, kept = self._ring(name, held.mT), min(self.kernel, layout.prompt, held.shape[2])
+                ring[layout.slots(-kept, kept, ring.shape[1], held.device)] = held[..., -kept:].mT
                 given["conv_states"][index] = None
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 1, **kwargs: object
     ) -> Tensor:
         """Write a block's inputs [B, d, F], and return them behind the k - 1 inputs before them."""
-        layout, name, count = self.layout, self.rings[state_idx], conv_states.shape[2]
+        layout, count = self.layout, conv_states.shape[2]
         self.kernel = conv_kernel_size
         layout.reserve(count)
         if layout.block_offset < 0 and (layout.mask is not None or min(layout.lengths) + layout.block_offset < 0):
             conv_states = conv_states * layout.real_tokens(count)[:, None].to(conv_states.device)  # [B, d, F]
-        ring, device, before = self._ring(name, conv_states), conv_states.device, conv_kernel_size - 1
-        size = ring.shape[2]
-        earlier = _at(ring, layout.slots(layout.block_offset - before, before, size, device))  # [B, d, k - 1]
-        whole, kept = torch.cat([earlier, conv_states], dim=2), min(count, size)  # [B, d, k - 1 + F]
+        ring, device = self._ring(self.rings[state_idx], conv_states.mT), conv_states.device  # [B, C, d]
+        size, before = ring.shape[1], conv_kernel_size - 1
+        earlier = ring[layout.slots(layout.block_offset - before, before, size, device)]  # [B, k - 1, d]
+        whole, kept = torch.cat([earlier.mT, conv_states], dim=2), min(count, size)  # [B, d, k - 1 + F]
         newest = layout.slots(layout.block_offset + count - kept, kept, size, device)
-        _put(ring, newest, conv_states[..., count - kept :])
+        ring[newest] = conv_states[..., count - kept :].mT.to(ring.dtype)
         return whole
 
     def _ring(self, name: str, like: Tensor) -> Tensor:
-        """Return a ring, with room for what blocks may read and write until the next rollback, [B, d, C]."""
+        """Return a ring, with room for what blocks may read and write until the next rollback, [B, C, d]."""
         layout, size = self.layout, rounded(self.kernel + self.layout.span)
         ring: Tensor | None = getattr(self, name)
-        if ring is not None and ring.shape[2] >= size:
+        if ring is not None and ring.shape[1] >= size:
             return ring
-        room = like.new_zeros(*like.shape[:2], size)  # [B, d, size]
+        room = like.new_zeros(len(like), size, like.shape[2])
         if ring is not None:  # blocks have become longer
-            old = ring.shape[2]
+            old, device = ring.shape[1], ring.device
             first = max(layout.block_offset, 0) - old
-            held = _at(ring, layout.slots(first, old, old, ring.device))
-            _put(room, layout.slots(first, old, size, ring.device), held)
+            room[layout.slots(first, old, size, device)] = ring[layout.slots(first, old, old, device)].to(room.dtype)
         setattr(self, name, room)
         return room
 
@@ -261,11 +294,7 @@ class ConvolvedLayer(RaggedLayer):
         """Return the columns that attention gets in a forward of F tokens, [1 or B, W]."""
         layout = self.layout
         layout.reserve(count)
-        size = layout.size(self.is_sliding)
-        if count > size:  # attention gets the block
-            columns = layout.block_columns(count)  # [B, F]
-        else:
-            columns = layout.columns(layout.width(count, size), size, count)  # [1 or B, W]
+        columns = layout.columns(count, layout.size(self.is_sliding))
         return columns[:1] if layout.is_even else columns
 
     def restore(self, columns: int) -> DynamicLayer:
@@ -274,38 +303,23 @@ class ConvolvedLayer(RaggedLayer):
         for index, name in enumerate(self.rings):
             if (ring := getattr(self, name)) is not None:
                 kept = cached_range(columns - self.kernel, self.kernel, ring.device)  # [k], the last columns
-                given["conv_states"][index] = ring.index_select(2, kept % ring.shape[2])
+                given["conv_states"][index] = ring.index_select(1, kept % ring.shape[1]).mT.contiguous()
         given["record_past"] = False
         return layer
 
 
-def _at(ring: Tensor, slots: Slots) -> Tensor:
-    """Return the inputs [B, d, n] in some slots."""
-    return ring.movedim(2, 1)[slots].movedim(1, 2)  # [B, C, d] in between
+_LAYERS = (
+    (masks_padding_alone, AlignedLayer),
+    (rotates_anew, PositionedLayer),
+    (chooses_blocks, BlockLayer),
+    (compresses_windows, CompressedLayer),
+    (has_short_convolutions, ConvolvedLayer),
+)
 
 
-def _put(ring: Tensor, slots: Slots, inputs: Tensor) -> None:
-    ring.movedim(2, 1)[slots] = inputs.movedim(2, 1).to(ring.dtype)
-
-
-def module_layers(config: PreTrainedConfig) -> type[RaggedLayer] | None:
-    """Return the class of layers that modules of a model read; None: any."""
-    return ConvolvedLayer if has_short_convolutions(config) else layer_class(config)
-
-
-class ConvolvedBackbone(RaggedBackbone):
-    """A model on a cache of `ConvolvedLayer`."""
-
-    takes_trees = False
-    layer_type = ConvolvedLayer
-
-    def __init__(self, *args: Any, limit: int, span: int) -> None:
-        super().__init__(*args, limit=limit, span=span)
-        self.replay = None  # convolutions remember their inputs, and no states
-
-    def _call(self, block: Tensor, positions: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
-        with own_columns(self.model.get_decoder(), self.cache):
-            return super()._call(block, positions, tree, last, options)
+def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
+    """Return the class of layers that a model's attention reads; None: any."""
+    return next((kind for is_of, kind in _LAYERS if is_of(config)), None)
 
 
 @contextmanager
@@ -314,10 +328,8 @@ def own_columns(part: nn.Module, cache: Cache) -> Iterator[None]:
     with ExitStack() as hooks:
         if any(isinstance(layer, ConvolvedLayer) and not layer.layout.is_even for layer in cache.layers):
             distances: dict[tuple[bool, int], Tensor] = {}
-            for attention in (
-                module for module in part.modules() if "rel_logits_proj" in dict(module.named_children())
-            ):
-                for hook in _hooks(attention, cache, distances):
+            for module in part.modules():
+                for hook in _hooks(module, cache, distances) if hasattr(module, "rel_logits_proj") else ():
                     hooks.enter_context(hook)
         yield
 

@@ -25,9 +25,9 @@ from transformers.cache_utils import DynamicLayer
 
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
-from .cache import CacheLayout, RaggedLayer, laid_out, rounded
+from .cache import CacheLayout, KeysAndValues, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
-from .wrapped_models import Kwargs
+from .wrapped_models import Kwargs, untyped
 
 
 class Buffers:
@@ -88,8 +88,7 @@ def free_buffers(model: nn.Module) -> int:
     Returns:
         The bytes of the buffers; 0 where there were none, or a call is using them.
     """
-    buffers = _KEPT.pop(model, None)
-    return 0 if buffers is None else buffers.nbytes
+    return _KEPT.pop(model, Buffers()).nbytes
 
 
 def _keep(model: weakref.ref[nn.Module], buffers: Buffers) -> None:
@@ -122,8 +121,7 @@ def planned_cache(
 
     Where whole cycles are recorded, the compiler makes no CUDA graphs of forwards: one graph cannot hold another.
     """
-    cache = PlannedCache(config=model.config.get_text_config(decoder=True))
-    generator: Any = model
+    cache, generator = PlannedCache(config=model.config.get_text_config(decoder=True)), untyped(model)
     cache.room = generator._previous_max_cache_length
     cache.has_singles, cache.is_fixed = has_singles, is_fixed
     if generator._valid_auto_compile_criteria(model_kwargs, config):
@@ -178,7 +176,7 @@ class FixedLayout(CacheLayout):
     def begin(self, count: int) -> None:
         """Note the slots of the next block."""
         self.capacity = max(self.capacity, rounded(self.limit + count))  # where the longest block was not known
-        self.reserve(count)
+        super().reserve(count)
         columns = self.block_columns(count)[:, None]  # [B, 1, F]
         self.block_slots = tuple(columns % self.size(is_ring) for is_ring in (False, True))
 
@@ -189,9 +187,7 @@ class FixedLayer(RaggedLayer):
     is_compileable = True
     layout: FixedLayout
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysAndValues:
         """Write a block [B, H, F, D], and return all columns."""
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         batch, heads = key_states.shape[:2]
@@ -232,16 +228,8 @@ class DrafterLayout(FixedLayout):
     def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
         super().install_layers(cache, kind or DrafterLayer)
 
-    def visible(
-        self,
-        count: int,
-        window: int | None = None,
-        chunk: int | None = None,
-        new: Tensor | None = None,
-        depths: Tensor | None = None,
-    ) -> Tensor:
+    def reserve(self, count: int) -> None:
         self.begin(count)
-        return super().visible(count, window, chunk, new, depths)
 
 
 class DrafterLayer(FixedLayer):
@@ -254,9 +242,7 @@ class DrafterLayer(FixedLayer):
         self.number = layout.num_layers
         layout.num_layers += 1
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysAndValues:
         layout, size = self.layout, self.layout.size(self.is_sliding)
         for name, states in (("keys", key_states), ("values", value_states)):
             held = cast("Tensor | None", getattr(self, name))
@@ -277,7 +263,7 @@ class StaticBackbone(RaggedBackbone):
         cache: PlannedCache = args[1]
         super().__init__(*args, limit=cache.room or 0, span=span)
         how = cache.compiled
-        self.compiled, self.how = None if how is None else cast(Any, self.model).get_compiled_call(how), repr(how)
+        self.compiled, self.how = None if how is None else untyped(self.model).get_compiled_call(how), repr(how)
         self.is_fixed = cache.is_fixed
         self.buffers = lend(self.model, self) if self.is_fixed or self.compiled is not None else None
         self.made = 0 if self.buffers is None else self.buffers.made

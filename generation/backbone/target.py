@@ -16,6 +16,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -26,19 +27,12 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...configuration.cache_names import CACHE, name_of_cache
-from ...configuration.fields import (
-    chooses_blocks,
-    compresses_windows,
-    has_short_convolutions,
-    learned_positions,
-    masks_padding_alone,
-    rotary_border,
-    rotates_anew,
-)
+from ...configuration.fields import learned_positions, rotary_border
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
-from .cache import AlignedLayer, BlockLayer, CacheLayout, PositionedLayer, RaggedLayer, block_mask
+from .cache import CacheLayout, RaggedLayer, block_mask
+from .special import AlignedLayer, BlockLayer, CompressedLayer, ConvolvedLayer, PositionedLayer, layer_class
 from .wrapped_models import Kwargs
 
 _STATES = ("conv_states", "recurrent_states")
@@ -62,7 +56,7 @@ class Replay:
         _OF_THREAD.recording = self
         with ExitStack() as hooks:
             hooks.callback(setattr, _OF_THREAD, "recording", None)
-            for mixer in (mixer for mixers in self.mixers.values() for mixer in mixers):
+            for mixer in chain.from_iterable(self.mixers.values()):
                 hooks.enter_context(mixer.register_forward_pre_hook(self._remember, with_kwargs=True))
             yield
 
@@ -151,12 +145,6 @@ def _copies(layer: object) -> dict[str, dict[int, Tensor]]:
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""
 _COPIED = 64  # columns that may be copied for every token that may follow, where ended sequences are left out
-_LAYERS = (masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer)
-
-
-def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
-    """Return the class of layers that a model's attention reads; None: any."""
-    return next((kind for is_of, kind in _LAYERS if is_of(config)), None)
 
 
 class Traits(NamedTuple):
@@ -183,8 +171,8 @@ def traits_of(model: PreTrainedModel) -> Traits:
 
 
 def _traits(config: PreTrainedConfig) -> Traits:
-    text = config.get_text_config()
-    blocks, windows, convolves = chooses_blocks(config), compresses_windows(config), has_short_convolutions(config)
+    text, kind = config.get_text_config(), layer_class(config)
+    blocks, windows, convolves = (kind is each for each in (BlockLayer, CompressedLayer, ConvolvedLayer))
     has_alibi = text.model_type in ("bloom", "mpt") or bool(getattr(text, "alibi", False))
     reasons = {
         "attention with short convolutions": convolves,
@@ -195,7 +183,7 @@ def _traits(config: PreTrainedConfig) -> Traits:
     }
     by_columns = next((reason for reason, holds in reasons.items() if holds), None)
     table, border = learned_positions(text), rotary_border(text)
-    return Traits(table, border, layer_class(config), blocks, windows, convolves, has_alibi, by_columns)
+    return Traits(table, border, kind, blocks, windows, convolves, has_alibi, by_columns)
 
 
 def note_positions(cache: Cache, position_ids: Tensor) -> None:
@@ -359,13 +347,12 @@ class RaggedBackbone(DynamicCacheBackbone):
 
     takes_trees = True
     layout_type = CacheLayout
-    layer_type: type[RaggedLayer] | None = None
     open: Tensor | None = None  # [b] int64, which sequences of the batch are read; None: all of them
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
-        kind = self.layer_type or traits_of(self.model).layer_type
+        kind = traits_of(self.model).layer_type
         self.limit, self.masks_alone = limit, kind is AlignedLayer  # the model makes its masks of blocks itself
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
         self.layout.install_layers(self.cache, kind)

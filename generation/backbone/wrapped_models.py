@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -61,8 +61,7 @@ def input_embeddings(model: PreTrainedModel) -> nn.Embedding:
 
 def has_own_cache(model: PreTrainedModel) -> bool:
     """Return whether a model has caches of its own class (`own_cache`), and not those of transformers."""
-    make = getattr(model, "own_cache", None)
-    return make is not None and make() is not None
+    return getattr(model, "own_cache", lambda: None)() is not None
 
 
 def is_base(method: Callable[..., object]) -> bool:
@@ -78,14 +77,15 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     """
     if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
-    weight, decoder = getattr(model.get_output_embeddings(), "weight", None), cast(Any, model).get_decoder()
-    norms = [part.weight for part in decoder.children() if isinstance(getattr(part, "weight", None), nn.Parameter)]
-    weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
+    weight, decoder = getattr(model.get_output_embeddings(), "weight", None), cast(nn.Module, model.get_decoder())
+    own = (getattr(part, "weight", None) for part in decoder.children())
+    norms = [each for each in own if isinstance(each, nn.Parameter) and each.dim() == 1]
+    weights = [] if weight is None else [weight, *norms[-1:]]
     if (ends := _digest(weights, 1024)) is None:
         return None
+    shapes = " ".join("x".join(map(str, weight.shape)) for weight in weights)
     matrices = [each for each in decoder.parameters() if each.dim() > 1]
     layers = None if carries_adapters(model) else _digest(matrices, 4)
-    shapes = " ".join("x".join(map(str, weight.shape)) for weight in weights)
     return f"{shapes} {ends}" + (f"/{layers}" if layers else "")
 
 
@@ -152,11 +152,8 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:
-    """Return a copy of a model that shares all tensors with the original; modules, config and parameters are its own.
-
-    With `ignore_adapters`, a model with adapters of peft is copied, too (`merged_copy` removes them).
-    """
-    if hasattr(model, "peft_config") and not ignore_adapters:
+    """Return a copy of a model that shares all tensors with the original; modules, config, parameters are its own."""
+    if hasattr(model, "peft_config") and not ignore_adapters:  # `merged_copy` removes them
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
     if is_sharded(model) or any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} is sharded by FSDP2 or offloaded: load it whole")
@@ -165,7 +162,11 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     shares = (each for each in model.parameters() if isinstance(each, DTensor))  # whose copies would be no leaves
     tensors |= {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in shares}
     copied = copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
-    bind_forwards(copied)
+    for module in copied.modules():  # the copied forward of a divided module is that of the original
+        if held := _closure_of(module):
+            del vars(module)["forward"]
+            if "self" in held:  # else it adds gradients of a norm up, of which a frozen one has none
+                held["self"].install_forward(module, held["mesh"])
     return copied
 
 
@@ -251,22 +252,17 @@ class WrapperMixin(nn.Module):
 
 def carries_adapters(model: nn.Module) -> bool:
     """Return whether peft has wrapped a model or put adapters into it."""
-    return hasattr(model, "peft_config") or bool(_adapted_layers(model))
+    return hasattr(model, "peft_config") or any(map(_is_adapted, model.modules()))
 
 
-def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the layers that peft has adapted, with their names."""
+def _is_adapted(layer: nn.Module) -> TypeGuard[Any]:
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # without an import nothing can be adapted
-    if tuners is None:
-        return []
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
+    return tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
 
 
 def base_layer(layer: nn.Module) -> nn.Module:
     """Return the layer that peft has adapted, or the layer itself."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    is_adapted = tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
-    return cast(Any, layer).get_base_layer() if is_adapted else layer
+    return layer.get_base_layer() if _is_adapted(layer) else layer
 
 
 def merged_copy(model: Any) -> PreTrainedModel:
@@ -281,8 +277,9 @@ def merged_copy(model: Any) -> PreTrainedModel:
     if any(type(layer).__name__ == "GatedLinear" for layer in within.modules()):
         raise ValueError("gated adapters of a PTPForCausalLM cannot be merged: pass the model that it was made from")
     copied = sharing_copy(within, ignore_adapters=True)
-    for name, layer in _adapted_layers(copied):
-        copied.set_submodule(name, _merged(layer))
+    for name, layer in list(copied.named_modules()):
+        if _is_adapted(layer):
+            copied.set_submodule(name, _merged(layer))
     for name in ("peft_config", "_hf_peft_config_loaded"):
         vars(copied).pop(name, None)
     return copied
@@ -294,7 +291,7 @@ def adapter_marks(model: nn.Module) -> tuple[Hashable, ...]:
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple(getattr(layer, "scaling", {}).items())
         + tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in layer.parameters())
-        for _, layer in _adapted_layers(model)
+        for layer in filter(_is_adapted, model.modules())
     )
 
 
@@ -338,15 +335,6 @@ def _closure_of(module: nn.Module) -> Mapping[str, Any]:
     return inspect.getclosurevars(forward).nonlocals
 
 
-def bind_forwards(copied: nn.Module) -> None:
-    """Let a copy of a divided model run its own layers: a copied forward is that of the original."""
-    for module in copied.modules():
-        if held := _closure_of(module):
-            del vars(module)["forward"]
-            if "self" in held:  # else it adds gradients of a norm up, of which a frozen one has none
-                held["self"].install_forward(module, held["mesh"])
-
-
 @dataclass(frozen=True)
 class LayerDivision:
     """How tensor parallelism divides a linear layer: each process reads, or returns, some of the features."""
@@ -361,10 +349,8 @@ class LayerDivision:
         if not (held := _closure_of(layer)):
             return None
         style, weight = held["self"], layer.get_parameter("weight")
-        if not isinstance(weight, DTensor):
-            raise ValueError(
-                f"tensor parallelism by {type(style).__name__}: adapters cannot follow it"
-            )  # nor gradients
+        if not isinstance(weight, DTensor):  # nor could gradients
+            raise ValueError(f"tensor parallelism by {type(style).__name__}: adapters cannot follow it")
         [placement] = weight.placements
         of_inputs = placement.is_shard(1)
         outside = getattr(style, "input_layouts" if of_inputs else "output_layouts", Shard(-1))
@@ -462,8 +448,7 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Load a frozen causal language model whose layers are divided among all processes: none ever holds it whole.
 
-    Each process reads its own shares of the files. Embeddings, norm and unembedding, which drafters read, are whole.
-    Options are those of `from_pretrained`.
+    Embeddings, norm and unembedding, which drafters read, are whole. Options are those of `from_pretrained`.
     """
     world = distributed.get_world_size() if distributed.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -482,8 +467,7 @@ def _is_layer(module: nn.Module, model: PreTrainedModel) -> bool:
     return type(module).__name__.removeprefix("FSDP") in (model._no_split_modules or ())
 
 
-def _make_root(model: FSDPModule) -> None:
-    """Name the outermost unit now: drafters call a model without its head, or a layer of it, first."""
+def _make_root(model: FSDPModule) -> None:  # drafters call a model without its head, or a layer of it, first
     model._get_fsdp_state()._lazy_init()
 
 

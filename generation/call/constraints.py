@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -68,9 +68,7 @@ class Positions:
     Each follows a path of drafted tokens: all positions of a tree, or the ends of `paths` [B, P, J] int64.
     """
 
-    def __init__(
-        self, tokens: Sequences, fill: int, tree: DraftTree | None = None, paths: Tensor | None = None
-    ) -> None:
+    def __init__(self, tokens: Sequences, fill: int, tree: DraftTree | None, paths: Tensor | None = None) -> None:
         self.tokens, self.fill, self.tree = tokens, fill, tree
         if paths is not None:
             self.size, self.depths = paths.shape[1], range(paths.shape[2], paths.shape[2] + 1)
@@ -114,12 +112,6 @@ class Positions:
         source = cached_arange(longest, ids.device) - (longest - self.tokens.ends)[:, None]  # [B, W]
         return ids.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)  # [B, W]
 
-    def by_length(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield every length, and which of the B P positions have it."""
-        lengths = self.lengths
-        for length in sorted({n + depth for n in self.tokens.lengths for depth in self.depths}):
-            yield length, lengths == length
-
 
 class _Fills(TorchFunctionMode):
     """Fills slices with Python's numbers without making tensors of these, which a recording would hold."""
@@ -158,9 +150,9 @@ def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
             processor.prompt_ignore_length = None
             ids = _without_prompt(ids, positions, ignored)
         return processor(ids, flat)
-    result = flat.clone()
-    for length, chosen in positions.by_length():
-        ids = positions.tokens.ids[:1, :1].expand(len(flat), length)  # it looks at their number only
+    result, lengths = flat.clone(), positions.lengths
+    for length in sorted({n + depth for n in positions.tokens.lengths for depth in positions.depths}):
+        chosen, ids = lengths == length, positions.tokens.ids[:1, :1].expand(len(flat), length)  # it reads their number
         if flat.device.type == "cpu":  # where nothing waits for their number, only these rows
             rows = chosen.nonzero()[:, 0]
             result[rows] = processor(ids[: len(rows)], flat[rows])
@@ -292,7 +284,7 @@ class DraftMasks:
         size, (batch, paths, depth) = shape[-1], self.paths.shape
         mask = self.constraints.by_length([n + depth for n in self.tokens.lengths], size, self.paths.device)
         if mask is None:
-            positions = Positions(self.tokens, size, paths=self.paths)
+            positions = Positions(self.tokens, size, None, self.paths)
             flat = torch.zeros(batch * paths, size, device=self.paths.device)  # [B P, v]
             for processor in self.processors:
                 flat = self.constraints.applied(processor, positions, flat, self.alive)

@@ -76,11 +76,8 @@ class CallOptions:
     ) -> CallOptions:
         """Take every option from the first source that sets it, and validate it.
 
-        Args:
-            own: The keyword arguments of `GENERATE_KWARGS` that were passed.
-            sources: Keyword arguments, the config that was passed, the model's own config.
-            left_out: Names of `GENERATE_KWARGS` that are read from `own` alone.
-            of_assistant: The config of a model that drafts, the last source of how many tokens it drafts.
+        `own` are passed keyword arguments of `GENERATE_KWARGS`, and those of the names `left_out` are read there alone;
+        `of_assistant` is the config of a model that drafts, the last source of how many tokens it drafts.
         """
         use_mtp = first_set("use_mtp", sources)
         number, schedule, threshold = (first_set(name, (*sources, of_assistant)) for name in _ASSISTED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -206,13 +206,12 @@ def _on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:
     return tree.positions().tolist(), tree.parents.tolist()
 
 
-def _layers(lengths: list[int], depths: list[list[int]], done: list[bool]) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield rising lengths, with one position of that length for some sequences, until all of open ones have come."""
+def _layers(lengths: list[int], depths: list[list[int]], done: list[bool]) -> list[tuple[int, dict[int, int]]]:
+    """Return rising lengths, with one position of that length for some sequences, until all of open ones have come."""
     layers: dict[tuple[int, int], dict[int, int]] = {}
     for index, (length, of_sequence) in enumerate(zip(lengths, depths)):
         met = Counter[int]()
         for position, depth in enumerate([] if done[index] else of_sequence):
             layers.setdefault((length + depth, met[depth]), {})[index] = position
             met[depth] += 1
-    for (total, _), chosen in sorted(layers.items(), key=lambda item: item[0]):
-        yield total, chosen
+    return [(key[0], layers[key]) for key in sorted(layers)]

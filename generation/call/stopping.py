@@ -14,8 +14,6 @@ from .sequences import FixedSequences, Sequences
 
 Scores = Callable[[int], tuple[Tensor, ...] | None]
 """From a number of new tokens to the scores of as many steps, [B, v] each, where the call records them."""
-
-
 _BY_SEQUENCE = (StopStringCriteria, MaxTimeCriteria)
 """Criteria that remember nothing, and decide for every sequence by its own ids."""
 
@@ -33,7 +31,7 @@ class Stopping:
     limit: Tensor  # [] on the device
 
     def __init__(self, criteria: StoppingCriteriaList, pad: int = 0, scores: Scores | None = None) -> None:
-        self.eos, self.max_length, self.others = set(), None, []
+        self.eos, self.max_length, self.others = set[int](), None, StoppingCriteriaList()
         self.pad, self.scores = pad, scores
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
@@ -103,19 +101,18 @@ class Stopping:
     def _first_hits(self, tokens: Sequences, counts: list[int]) -> list[int | None]:
         """Return per sequence how many of its new tokens there are when another criterion first holds."""
         hits: list[int | None] = [None] * len(counts)
-        criteria = StoppingCriteriaList(self.others)
         spans = [range(n + 1, n + count + 1) for n, count in zip(tokens.lengths, counts)]
         for length in sorted(set().union(*spans)):
             open_now = [index for index, span in enumerate(spans) if length in span and hits[index] is None]
             if not open_now:
                 continue
-            stops = self._asked(criteria, tokens.prefix(length, counts), length - tokens.prompt_length)
+            stops = self._asked(self.others, tokens.prefix(length, counts), length - tokens.prompt_length)
             for index in open_now:
                 hits[index] = length - tokens.lengths[index] if stops[index] else None
         return hits
 
     def _asked(self, criteria: Callable[..., Tensor], ids: Tensor, count: int) -> list[bool]:
-        """Return what the criteria decide for every sequence, after `count` new tokens."""
+        """Return what criteria decide for every sequence, after `count` new tokens."""
         return criteria(ids, self.scores and self.scores(count)).tolist()
 
     def _cut_in_step(
@@ -136,13 +133,12 @@ class Stopping:
 
     def _show(self, tokens: Sequences, ended: list[bool]) -> None:
         """Ask about one column after the other, as far as all open sequences have come; note where sequences end."""
-        criteria = StoppingCriteriaList(self.others)
         while not all(self.finished):
             column = self.shown + 1
             if any(end < column and not over for end, over in zip(self.ends, ended)):
                 return
             ids = tokens.columns(0, column, self.pad, self.ends)
-            stops = self._asked(criteria, ids, column - tokens.prompt_length)
+            stops = self._asked(self.others, ids, column - tokens.prompt_length)
             self.shown = column
             for index, stop in enumerate(stops):
                 if stop and not self.finished[index] and self.has_ends:

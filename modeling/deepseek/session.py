@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
 from ...generation.backbone.cache import drafter_layout, of_accepted
-from ...generation.backbone.special import module_layers, own_columns
+from ...generation.backbone.special import layer_class, own_columns
 from ...generation.backbone.target import note_positions
 from ...generation.backbone.wrapped_models import Kwargs
 from ...generation.call.constraints import DraftMasks
@@ -65,7 +65,7 @@ class ModuleSession(DraftSession):
         others = set(model.mtp.kinds) - {"full_attention", "sliding_attention"}  # whose masks differ by sequence
         if options.draft_tree is not None and others:
             raise ValueError(f"draft_tree: modules with {', '.join(sorted(others))} draft chains only; leave it out")
-        self.takes_fixed = not others and module_layers(model.config) is None
+        self.takes_fixed = not others and layer_class(model.config) is None
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's states [B, L, D]; columns of an earlier call in the backbone's cache are ignored."""
@@ -76,7 +76,7 @@ class ModuleSession(DraftSession):
         # pending columns are read again, and sequences with fewer new tokens go back by as many meanwhile
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
         self.layout = drafter_layout(view, self.pending, self.options.max_length, span, "modules")
-        self.layout.install_layers(self.cache, module_layers(self.model.config))
+        self.layout.install_layers(self.cache, layer_class(self.model.config))
         if view.is_fixed:  # the columns that deeper modules compute again, and those of a draft that is accepted
             self.num_fixed = self.depth + self.num_tokens
             newest = self.states[:, -self.num_fixed :]  # and zeros before those that there are

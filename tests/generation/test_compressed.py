@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.families import family_config, family_model, random_ids, shake
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
-from tokenahead.generation.backbone.backbones import target_of
-from tokenahead.generation.backbone.special import CompressedBackbone
+from tokenahead.generation.backbone.backbones import CompressedBackbone, target_of
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.contract import DraftTree
 

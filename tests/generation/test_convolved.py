@@ -8,7 +8,7 @@ from tests.families import family_config, family_model, random_ids, shake
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
 from tokenahead.generation.backbone import cache as rows_module
-from tokenahead.generation.backbone.special import ConvolvedBackbone
+from tokenahead.generation.backbone.backbones import ConvolvedBackbone
 
 KINDS = [["hybrid_sliding", "hybrid"], ["hybrid", "hybrid"], ["hybrid_sliding", "hybrid_sliding"]]
 

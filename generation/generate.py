@@ -41,6 +41,7 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, NAMES, renamed
 from .backbone.backbones import target_of
+from .backbone.static import StaticBackbone
 from .backbone.target import OwnCacheBackbone, Target, traits_of
 from .backbone.wrapped_models import (
     Kwargs,
@@ -54,10 +55,8 @@ from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import PrefillOutput, SpeculativeCache
 from .drafter import BaseDrafter
 from .graphs import running
-from .guarded import GuardedLoop
 from .plan import Call, Plan, decode_plainly, plan_of, read_call
-from .recorded import static_loop_of
-from .stateful import StatefulLoop
+from .recorded import loop_of
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -79,15 +78,8 @@ def prepared_call(
 ) -> Kwargs:
     """Parse the options of a call of `generate`, and return its keyword arguments for transformers' own.
 
-    Args:
-        generate: The bound `generate` that is called next.
-        backbone: The target model.
-        drafter: Makes the drafts; None: an assistant of transformers does, or nobody.
-        args: Positional arguments of the call, and then its keyword arguments.
-        new_cache: Makes a cache of the backbone's own class; None: it has caches of transformers.
-
-    Raises:
-        ValueError: An option or a combination that is not supported; the message names it.
+    The bound `generate` is called next. Without a `drafter`, an assistant of transformers drafts, or nobody; without
+    `new_cache`, the backbone has caches of transformers.
     """
     call = (dict(zip(_names(type(backbone)), args)) if args else {}) | kwargs
     call = call if call.keys().isdisjoint(NAMES) else renamed(call)
@@ -115,7 +107,7 @@ def prepared_call(
             )
     elif call.get("custom_generate") is None:
         read = read_call(generate, backbone, drafter, own, sources, config, model_kwargs, new_cache)
-        refuse_clocks(read)
+        _refuse_clocks(read)
     if new_cache is not None:
         resolved |= add_cache(call, config, backbone, new_cache)
     is_single = config.get_generation_mode() in _SINGLE
@@ -131,7 +123,7 @@ def prepared_call(
     return with_resolved(call, resolved) if resolved else call
 
 
-def refuse_clocks(call: Call) -> None:
+def _refuse_clocks(call: Call) -> None:
     """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone."""
     timed = {
         "num_assistant_tokens_schedule='adaptive'": call.options.schedule == "adaptive",
@@ -143,8 +135,7 @@ def refuse_clocks(call: Call) -> None:
         raise ValueError(f"{named} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it")
 
 
-def _has_peers() -> bool:
-    """Return whether this is one process of several, which may hold parts of one backbone."""
+def _has_peers() -> bool:  # one process of several, which may hold parts of one backbone
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -176,11 +167,7 @@ def speculative_decoding(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode with drafts: `generate` of transformers calls this as its decoding method, with prepared arguments.
-
-    Raises:
-        ValueError: `use_mtp=True`, a seed or uniforms were passed, and are not possible here.
-    """
+    """Decode with drafts: `generate` of transformers calls this as its decoding method, with prepared arguments."""
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
@@ -195,13 +182,14 @@ def speculative_decoding(
         if _has_peers():
             stack.enter_context(readable(model))
         stack.enter_context(call.drafter.running(model))
-        is_static = generation_config.cache_implementation == "static"
-        if is_static:
+        if generation_config.cache_implementation == "static":
             stack.enter_context(running())
         outputs, target = _prefill(plan)
-        kind = GuardedLoop if plan.watch is None else StatefulLoop
-        loop = static_loop_of(plan, target) if is_static else kind(plan, target)
+        loop = loop_of(plan, target)
         output = loop.run(outputs)
+        graphs = loop.results.statistics.graphs
+        if graphs is not None and isinstance(target, StaticBackbone):
+            graphs.buffer_bytes, graphs.buffers_made = target.buffer_use()
     if plan.schedule is not None:
         call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output

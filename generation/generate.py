@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -60,8 +60,6 @@ from .recorded import loop_of
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
-TRIAL_OVERRIDES = {CACHE, "use_cache", "input_ids"}
-"""Keyword arguments of the model that trials on the same prompt make for themselves."""
 _SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 PARAMETERS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
 NOT_CONFIG = {*PARAMETERS, "tokenizer", "assistant_tokenizer", "trust_remote_code"}
@@ -240,7 +238,8 @@ def _with_tree(
             config.resolved -= {"use_mtp"}
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
-    common = {name: model_kwargs[name] for name in model_kwargs.keys() - TRIAL_OVERRIDES}
+    own = CACHE, "use_cache", "input_ids"  # what trials on the same prompt make for themselves
+    common = {name: value for name, value in model_kwargs.items() if name not in own}
     common |= {"synced_gpus": call.synced_gpus}
     border = traits_of(call.backbone).rotary_border
     last = getattr(call.backbone.config.get_text_config(), "max_position_embeddings", None)
@@ -261,14 +260,6 @@ class ResolvedConfig(GenerationConfig):
     def __getattribute__(self, name: str) -> Any:
         read = super().__getattribute__
         return None if name in read("resolved") else read(name)
-
-    @classmethod
-    def of(cls, config: GenerationConfig | None, resolved: Iterable[str]) -> ResolvedConfig:
-        """Return a copy of a config (of None: of an empty one)."""
-        made = cls()
-        vars(made).update(copy.deepcopy(vars(config or GenerationConfig())))
-        made.resolved = frozenset(resolved)
-        return made
 
 
 def add_cache(
@@ -297,24 +288,21 @@ def resolve_tokenizer(call: Kwargs, config: GenerationConfig, backbone: PreTrain
         resolved.add("stop_strings")
     name = "inputs" if call.get("inputs") is not None else "input_ids"
     if config.token_healing and isinstance(ids := call.get(name), Tensor):
-        if call.get("attention_mask") is None:
-            call["attention_mask"] = _mask_of(ids, config)
+        if call.get("attention_mask") is None:  # as transformers infers it; healing replaces bos by padding
+            pad, eos = config.pad_token_id, config.eos_token_id
+            is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])
+            call["attention_mask"] = torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
         call[name] = cast(Any, backbone).heal_tokens(ids, tokenizer)
         resolved.add("token_healing")
     return resolved
 
 
-def _mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
-    """Return the mask that transformers infers from padding ids; healing replaces bos by padding."""
-    pad, eos = config.pad_token_id, config.eos_token_id
-    is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])
-    return torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
-
-
 def with_resolved(call: Kwargs, resolved: set[str]) -> Kwargs:
     """Return a call whose config shows these fields as unset."""
     passed = call.get("generation_config")
-    config = ResolvedConfig.of(passed, resolved)
+    config = ResolvedConfig()
+    vars(config).update(copy.deepcopy(vars(passed or GenerationConfig())))
+    config.resolved = frozenset(resolved)
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
     if passed is None:  # beside a config, transformers warns of fields in keyword arguments
         unset = {name for name, value in fields.items() if value is None}  # only a keyword argument keeps a field so

@@ -246,11 +246,9 @@ def ranked_tree(
 ) -> DraftTree:
     """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th token below its parent.
 
-    Args:
-        choices: The paths of all nodes as ranks, counted from 0.
-        log_probs: [B, V] of the first token, or any scores that rank it.
-        expand: Returns the same [B, k, V] for the frontier, which is the nodes that have children.
-        best: From scores [B, k, V] and a number to so many tokens [B, k, number], the best first.
+    `choices` are the paths of all nodes as ranks, counted from 0; `log_probs` [B, V] of the first token may be any
+    scores that rank it, as those [B, k, V] of `expand` for the frontier, which is the nodes that have children. `best`
+    goes from scores and a number to so many tokens [B, k, number], the best first.
     """
     parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.shape[-1], log_probs.device)
     batch, scores, tokens = len(log_probs), log_probs[:, None], []
@@ -262,19 +260,12 @@ def ranked_tree(
 
 
 class _Level(NamedTuple):
-    """One level of a fixed shape, on a device.
+    """One level of a fixed shape, on a device."""
 
-    Attributes:
-        width: Ranks in use.
-        slots: [n] the index of each node's token among the `width` most likely of every frontier node.
-        inner: [k] the nodes that have children, counted in the level: the next frontier.
-        before: [k] the indices of their parents in this level's own frontier, -1 for b.
-    """
-
-    width: int
-    slots: Tensor
-    inner: Tensor
-    before: Tensor
+    width: int  # ranks in use
+    slots: Tensor  # [n] the index of each node's token among the `width` most likely of every frontier node
+    inner: Tensor  # [k] the nodes that have children, counted in the level: the next frontier
+    before: Tensor  # [k] the indices of their parents in this level's own frontier, -1 for b
 
 
 @made_once
@@ -298,11 +289,7 @@ def _plan(choices: tuple[tuple[int, ...], ...], size: int, device: torch.device)
 
 
 def static_tree(choices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return parents [m] int64, -1 for b, and ranks [m] int64 of rank paths, sorted by length and then by path.
-
-    Raises:
-        ValueError: A path whose parent is missing, or that is there twice.
-    """
+    """Return parents [m] int64, -1 for b, and ranks [m] int64 of rank paths, sorted by length and then by path."""
     paths = _sorted_paths(choices)
     number = {path: node for node, path in enumerate(paths)} | {(): -1}
     return torch.tensor([number[path[:-1]] for path in paths]), torch.tensor([path[-1] for path in paths])

@@ -101,15 +101,18 @@ def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | Non
             `depth`, and `best_first` (`dynamic_tree`); or the rank paths of a tree of fixed shape, as a list or as
             `{"choices": list}`.
         longest: The most tokens that a path may have; None: any number.
-
-    Raises:
-        ValueError: Other keys, a value out of range, or a tree that is deeper than the drafter.
     """
     if isinstance(tree, Sequence) and not isinstance(tree, str):
         tree = {"choices": tree}
     if not isinstance(tree, dict) or not (tree.keys() <= {*_KEYS} or tree.keys() == {"choices"}):
         raise ValueError(f"draft_tree={tree!r} must be a dict of {', '.join(_KEYS)}, or of choices alone, or be 'auto'")
-    options, length = _fixed(tree) if "choices" in tree else _dynamic(tree, longest)
+    if "choices" in tree:
+        options, length = _fixed(tree)
+    else:
+        fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
+        options = _DEFAULTS | fitting | tree
+        check_size(**options)
+        length = options["depth"] + 1
     is_chain = options.get("top_k") == 1
     if longest is not None and length > longest:
         instead = "shorter paths" if "choices" in tree else f"depth={longest - 1} or less"
@@ -121,19 +124,10 @@ def _fixed(tree: Kwargs) -> tuple[Kwargs, int]:
     choices = tree["choices"]
     is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
     if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
-        raise ValueError(
-            f"draft_tree: {choices!r} must be a list of paths of at least one rank, such as [(0,), (0, 0)]"
-        )
+        raise ValueError(f"draft_tree: {choices!r} must be a list of paths of ranks, such as [(0,), (0, 0)]")
     choices = [tuple(path) for path in choices]
     static_tree(choices)  # refuses what is no tree
     return {"choices": choices}, max(map(len, choices))
-
-
-def _dynamic(tree: Kwargs, longest: int | None) -> tuple[Kwargs, int]:
-    fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
-    options = _DEFAULTS | fitting | tree
-    check_size(**options)
-    return options, options["depth"] + 1
 
 
 def most_nodes(options: DraftOptions) -> int:

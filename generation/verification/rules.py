@@ -43,16 +43,8 @@ def block_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tenso
     """Block verification (Sun et al. 2024, arXiv 2403.10444): never fewer accepted tokens than `token_acceptance`.
 
     With P_i = min(1, P_{i-1} p_i / q_i) and Z_i = sum_x max(0, P_i p_{i+1}(x) - q_{i+1}(x)), prefix i is kept with
-    probability h_i = Z_i / (Z_i + 1 - P_i), and h_m = P_m; the longest kept prefix wins.
-
-    Args:
-        draft: [B, m] int64.
-        q: [B, m, v] probabilities.
-        p: [B, m + 1, v] probabilities.
-
-    Returns:
-        accept [B, m]: h_i, each tested by an independent uniform.
-        residual [B, m + 1, v]: distribution of the added token when s drafts are accepted.
+    probability h_i = Z_i / (Z_i + 1 - P_i), and h_m = P_m; the longest kept prefix wins. Arguments and results are
+    those of `token_acceptance`; every h_i is tested by an independent uniform.
     """
     weight = _block_weights(_ratios(draft, q, p))
     scaled = (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0)
@@ -106,7 +98,6 @@ def verify(
     Returns:
         num_accepted [B] and next_token [B], int64; and the check of `draw_checked` of the added token's distribution,
         [B] (NaN: it was none); None with `uniforms`.
-
     """
     # every operation counts here: on an accelerator each is a launch
     check_rule(rule)

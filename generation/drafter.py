@@ -24,18 +24,12 @@ from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
 logger = logging.get_logger(__name__)
+# by drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine
 _TREE_CHOICES: WeakKeyDictionary[BaseDrafter, dict[bool, dict[str, int]]] = WeakKeyDictionary()
-"""By drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine."""
 _SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = WeakKeyDictionary()
-"""By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
-_NAMED: WeakSet[BaseDrafter] = WeakSet()
-"""Drafters of which users were told that their numbers are not finite."""
-_KINDS = {
-    "draft_vocabulary": "sequential modules",
-    "assistant_tokenizer": "AssistantDrafter",
-    "scope": "SuffixDrafter",
-}
-"""The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
+_NAMED: WeakSet[BaseDrafter] = WeakSet()  # of these, users were told that their numbers are not finite
+# the drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction
+_KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter", "scope": "SuffixDrafter"}
 DRAFTERS: Kwargs = {}
 """The classes of drafters by name; each enters at the end of its file."""
 

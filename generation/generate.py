@@ -117,7 +117,8 @@ def prepared_call(
             synced = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
             synced = synced and torch.distributed.get_world_size() > 1
         read = replace(read, streamer=call.get("streamer"), synced_gpus=synced)
-        call["custom_generate"] = partial(speculative_decoding, read)
+        call["custom_generate"] = decode = partial(speculative_decoding, read)
+        vars(decode).update(__signature__=_SIGNATURE)
     return with_resolved(call, resolved) if resolved else call
 
 
@@ -191,6 +192,10 @@ def speculative_decoding(
     if plan.schedule is not None:
         call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output
+
+
+_SIGNATURE = inspect.signature(partial(speculative_decoding, cast(Call, None)))
+"""Of the decoding method, which transformers would work out anew in every call."""
 
 
 def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:

@@ -39,10 +39,8 @@ from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
 R = TypeVar("R")
-_TRIES = 3
-"""The cycle of a call in which the host must wait for nothing; in earlier ones, something may be compiled."""
-_MOST = 8
-"""Graphs that are kept for the buffers of a model; each holds memory."""
+_TRIES = 3  # the cycle of a call in which the host must wait for nothing; in earlier ones, something may be compiled
+_MOST = 8  # graphs that are kept for the buffers of a model; each holds memory
 _PLAIN = (bool, int, float, str, type(None))
 _MARKED = (*_PLAIN, Tensor, nn.Module)
 
@@ -69,8 +67,7 @@ class CudaGraph(Generic[R]):
         return self.result
 
 
-GRAPHS: dict[str, type[CudaGraph[Any]]] = {"cuda": CudaGraph}
-"""By type of device."""
+GRAPHS: dict[str, type[CudaGraph[Any]]] = {"cuda": CudaGraph}  # by type of device
 _LOCK = RLock()
 _running = 0
 

@@ -246,20 +246,16 @@ def _prepared_options(
     try:
         return drafter.prepare_call(options, config)
     except ValueError as error:
-        saved = _saved(own, sources)
+        _, passed, of_model = sources
+        names = [name for name in GENERATE_KWARGS[1:] if own.get(name) is None]
+        values = {name: value for name in names if (value := getattr(of_model, name, None)) is not None}
+        # what the model's own config alone sets; a pipeline passes a copy of that config
+        saved = tuple(name for name, value in values.items() if getattr(passed, name, None) in (None, value))
         if drafter is backbone or not saved:
             raise
         options = drafter.prepare_call(CallOptions.read(own, sources, saved, drafter.assistant_config()), config)
         logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
         return options
-
-
-def _saved(own: Kwargs, sources: Sources) -> tuple[str, ...]:
-    """Return the options of drafts that the model's own config alone sets; a pipeline passes a copy of that config."""
-    _, passed, of_model = sources
-    names = [name for name in GENERATE_KWARGS[1:] if own.get(name) is None]
-    saved = {name: value for name in names if (value := getattr(of_model, name, None)) is not None}
-    return tuple(name for name, value in saved.items() if getattr(passed, name, None) in (None, value))
 
 
 def _obstacle_before(

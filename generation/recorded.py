@@ -22,8 +22,7 @@ from .plan import Plan
 from .results import Cycle, GenerateSpeculativeOutput
 
 R = TypeVar("R")
-_LENGTHS = 1, 2, 4
-"""Lengths of drafts that adaptive ones are rounded up to where each has a recording; full ones have another."""
+_LENGTHS = 1, 2, 4  # that adaptive drafts are rounded up to where each has a recording; full ones have another
 
 
 class RecordedLoop(GuardedLoop):

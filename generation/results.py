@@ -20,10 +20,8 @@ from .contract import DraftTree, TargetOutput, VerificationResult
 from .plan import Plan
 from .tensors.masks import cached_arange
 
-_NO_NUMBER = 0xFF << 23
-"""The bits of a float32 that are all set in NaN and in infinity, and in no number."""
-_MASKED = -1 << 23
-"""The bits of -inf as int32: what was noted of a row that processors masked."""
+_NO_NUMBER = 0xFF << 23  # the bits of a float32 that are all set in NaN and in infinity, and in no number
+_MASKED = -1 << 23  # the bits of -inf as int32: what was noted of a row that processors masked
 
 
 @dataclass(eq=False)
@@ -59,8 +57,7 @@ class Cycle:
 
     def write(self, rows: Tensor | None) -> None:
         """Write the report; see `rows`."""
-        self.rows = rows
-        numbers = self.fed.numbers
+        self.rows, numbers = rows, self.fed.numbers
         floats = [part for part in (None if numbers is None else numbers[:, None], rows) if part is not None]
         joined = torch.cat(floats, 1) if len(floats) > 1 else floats[0] if floats else None  # [B, up to 1 + r]
         bits = None if joined is None else joined.float().view(torch.int32).long()  # `cat` copies one dtype at once

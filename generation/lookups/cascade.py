@@ -29,10 +29,8 @@ from ..trees.choice import chain_options
 from ..trees.growth import tree_options
 from ..verification.verifiers import Verifier
 
-_START = 16.0
-"""Tokens that count as expected and accepted before anything is known."""
-_DECAY = 0.98
-"""The share of past counts that remains after a cycle, so that a look-up that fails is tried again."""
+_START = 16.0  # tokens that count as expected and accepted before anything is known
+_DECAY = 0.98  # of past counts remains after a cycle, so that a look-up that fails is tried again
 
 
 class DrafterCascade(AttachableDrafter):
@@ -49,9 +47,6 @@ class DrafterCascade(AttachableDrafter):
             (`SuffixDrafter`).
         least: Tokens, per sequence, that a look-up must expect to be accepted.
         joins: Where none does, verify the first look-up's draft and the last drafter's chain in one tree.
-
-    Raises:
-        ValueError: Fewer than two drafters, or a number that is not positive.
 
     Example:
         >>> cascade = DrafterCascade([SuffixDrafter(), EagleHead.from_pretrained("eagle")]).attach(model)

@@ -36,9 +36,6 @@ class LookaheadDrafter(TableDrafter):
         ngram_size: Tokens of an n-gram with its first one, N.
         candidates: N-grams that are kept for every first token, and verified, G.
 
-    Raises:
-        ValueError: A value out of range.
-
     Example:
         >>> drafter = LookaheadDrafter().attach(model)
         >>> out = model.generate(**inputs, assistant_model=drafter)

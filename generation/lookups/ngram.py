@@ -29,9 +29,6 @@ class NgramDrafter(LookUpDrafter):
         num_tokens: The most tokens to draft, unless `num_assistant_tokens` says otherwise.
         branches: Matches to draft from.
 
-    Raises:
-        ValueError: A value below 1.
-
     Example:
         >>> drafter = NgramDrafter().attach(model)
         >>> out = model.generate(**inputs, assistant_model=drafter)

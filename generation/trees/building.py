@@ -86,13 +86,9 @@ def dynamic_tree(
     no child comes without its parent. JetSpec's trees (`best_first`) hold all children of a node, or none: those of b,
     then of the best node whose children are not there yet, until the tree is full.
 
-    Args:
-        log_probs: [B, V] of the first token.
-        expand: Returns log-probabilities [B, k, V].
-        depth: Calls of `expand`; paths are one longer.
-        top_k: Children per node, and nodes in the frontier.
-        total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
-        best_first: See above.
+    `log_probs` [B, V] are those of the first token; `expand` returns those of the next ones, [B, k, V], and is called
+    `depth` times: paths are one longer. The block has `total_tokens`, b included; a tree that cannot grow so big is
+    smaller.
     """
     check_size(depth, top_k, total_tokens)
     children = min(top_k, log_probs.shape[-1])
@@ -155,14 +151,9 @@ def drawn_tree(
     draws that are worth most, by the chance that their path is accepted (`_chance_accepted`), decide how many each
     frontier node makes. The frontier, the nodes of the level that are worth most, may depend on all draws before.
 
-    Args:
-        distribution: [B, v] probabilities of the first token, as they are to be sampled.
-        expand: Returns probabilities [B, k, v], as they are to be sampled.
-        depth: Calls of `expand`; paths are one longer.
-        top_k: The most children per node, and nodes in the frontier.
-        total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
-        generator: Source of randomness.
-        columns: [v] int64, the tokens that the columns of distributions stand for. None: column i is token i.
+    `distribution` [B, v] of the first token, and those [B, k, v] that `expand` returns, are as they are to be sampled;
+    `columns` [v] int64 are the tokens that their columns stand for (None: column i is token i). A node has at most
+    `top_k` children; `depth` and `total_tokens` are as for `dynamic_tree`.
     """
     check_size(depth, top_k, total_tokens)
     width = min(top_k, distribution.shape[-1])

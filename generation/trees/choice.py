@@ -26,14 +26,11 @@ from ..call.sequences import Speculation
 from ..drafter import BaseDrafter
 from .growth import DEEPEST
 
-_LENGTHS, _SIZES = (1, 2, 4, DEEPEST), ((4, 16), (8, 48))
-"""Lengths of chains; and children per node and nodes of wider trees, b included."""
-_TOKENS, _FEWEST = 12, 4
-"""Tokens of a trial, and the fewest that tell anything."""
-_GAIN = 0.97
-"""A wider tree must be faster by this factor, beyond what clocks vary."""
-_LEAST = 8
-"""Tokens that must fit after the prompt: shorter outputs tell nothing, and a tree of the usual size is drafted."""
+_LENGTHS = 1, 2, 4, DEEPEST  # of chains
+_SIZES = (4, 16), (8, 48)  # children per node and nodes of wider trees, b included
+_TOKENS, _FEWEST = 12, 4  # tokens of a trial, and the fewest that tell anything
+_GAIN = 0.97  # a wider tree must be faster by this factor, beyond what clocks vary
+_LEAST = 8  # tokens that must fit after the prompt: shorter outputs tell nothing, and a usual tree is drafted
 Tree = dict[str, int]
 Trial = Callable[[Tree], Speculation | None]
 """From a tree to the statistics of a short output; None where it ends too soon to tell."""

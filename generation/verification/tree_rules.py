@@ -30,10 +30,7 @@ from ..tensors.sampling import draw
 def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Tensor, Tensor]:
     """Return the probabilities from which a tree is verified; deterministic tokens count as draws without a choice.
 
-    Args:
-        tree: Any tree.
-        p: [B, m + 1, V] the target's distribution after every index; its dtype is that of all results.
-        rule: `"token"` or `"block"`.
+    `p` [B, m + 1, V] is the target's distribution after every index; its dtype is that of all results.
 
     Returns:
         accept [B, m]: `"token"`: the probability to take node i where its parent is taken and its elder siblings are
@@ -124,14 +121,17 @@ def accepted_path(tree: DraftTree, kept: Tensor, rule: str) -> Tensor:
     """
     if rule == "token":
         return descend(tree, kept)
+    unwanted = torch.nn.functional.pad(~kept, (1, 0))
+    place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
+    return tree.mask()[cached_arange(len(place), place.device), place]
+
+
+def _post_order(tree: DraftTree) -> Tensor:
+    """Return how many nodes precede each: all below it, and all at and below its and its ancestors' elder siblings."""
     mask = tree.mask()
-    # how many nodes precede each: all below it, and all at and below its and its ancestors' elder siblings
     below = mask.sum(1)
     before = (elder_siblings(tree) * below[:, None, 1:]).sum(-1)
-    order = (mask[:, :, 1:] * before[:, None]).sum(-1) + below - 1  # [B, m + 1]
-    unwanted = torch.nn.functional.pad(~kept, (1, 0))
-    place = order.masked_fill(unwanted, unwanted.shape[1]).argmin(1)
-    return mask[cached_arange(len(place), place.device), place]
+    return (mask[:, :, 1:] * before[:, None]).sum(-1) + below - 1
 
 
 def check_rule(rule: str) -> None:

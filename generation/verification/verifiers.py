@@ -23,9 +23,8 @@ from .rules import TRACE, block_surplus, verify_sampled
 class Verifier(Protocol):
     """Verification in one call of `generate`.
 
-    Attributes:
-        rows: [B, m + 1], of the last verification: a number that is NaN or infinite where a row of scores is none to
-            choose from (NaN, +inf, or -inf everywhere); None: nothing looks at them.
+    Of the last one, `rows` [B, m + 1] are NaN or infinite where a row of scores is none to choose from (NaN, +inf, or
+    -inf everywhere); None: nothing looks at them.
     """
 
     rows: Tensor | None = None
@@ -95,10 +94,7 @@ class GreedyVerifier(Verifier):
 class SampledVerifier(Verifier):
     """The target's distribution at every index; see `rules.verify_sampled`.
 
-    Args:
-        rule: `"block"` (None) or `"token"`.
-        uniforms: The source of all that is random; the added token is picked by the uniform of its position. None:
-            torch's own generator.
+    With `uniforms`, these are the source of all that is random, and the added token is picked by that of its position.
     """
 
     def __init__(self, rule: str | None = None, uniforms: Uniforms | None = None) -> None:
@@ -185,22 +181,14 @@ _SEEDS = range(-(2**63), 2**64)
 
 
 class Uniforms:
-    """Uniforms of one call.
+    """Uniforms of one call, from a `table` [B, positions] of the user, or from a `seed` (`seed_streams`).
 
-    Args:
-        rows: B.
-        device: Where they are needed.
-        table: [B, positions] in [0, 1), of the user.
-        seed: An int, of which sequence i reads stream i, or one int per sequence; None: drawn from torch's generator.
-        stay: The uniform of a position is the same in every cycle, whatever is drafted or rejected on the way (coupled
-            verification). Otherwise every cycle draws fresh ones: a speculative rule must not use again what a
-            rejected draft has used.
-
-    Attributes:
-        current: [B, n], of the positions from the next one on, of the last `draw`.
+    Where they `stay`, the uniform of a position is the same in every cycle, whatever is drafted or rejected on the way
+    (coupled verification). Otherwise every cycle draws fresh ones: a speculative rule must not use again what a
+    rejected draft has used.
     """
 
-    current: Tensor
+    current: Tensor  # [B, n], of the positions from the next one on, of the last `draw`
 
     def __init__(
         self,

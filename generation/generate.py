@@ -55,8 +55,9 @@ from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import PrefillOutput, SpeculativeCache
 from .drafter import BaseDrafter
 from .graphs import running
+from .guarded import GuardedLoop, StatefulLoop
 from .plan import Call, Plan, decode_plainly, plan_of, read_call
-from .recorded import loop_of
+from .recorded import static_loop_of
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -181,10 +182,12 @@ def speculative_decoding(
         if _has_peers():
             stack.enter_context(readable(model))
         stack.enter_context(call.drafter.running(model))
-        if generation_config.cache_implementation == "static":
+        is_static = generation_config.cache_implementation == "static"
+        if is_static:
             stack.enter_context(running())
         outputs, target = _prefill(plan)
-        loop = loop_of(plan, target)
+        kind = GuardedLoop if plan.watch is None else StatefulLoop
+        loop = static_loop_of(plan, target) if is_static else kind(plan, target)
         output = loop.run(outputs)
         graphs = loop.results.statistics.graphs
         if graphs is not None and isinstance(target, StaticBackbone):

@@ -41,7 +41,7 @@ class RecordedLoop(GuardedLoop):
     def _first(self, outputs: PrefillOutput) -> None:
         super()._first(outputs)
         plan, target, results = self.plan, self.target, self.results
-        assert isinstance(target, StaticBackbone)  # as `loop_of` sees to
+        assert isinstance(target, StaticBackbone)  # as `static_loop_of` sees to
         room, hold = target.layout.capacity - results.unwritten, target.held
         results.tokens = self.fixed = FixedSequences(results.tokens, room, hold)
         results.stopping.hold(hold, self.fixed.ids.device)
@@ -143,13 +143,12 @@ class StatefulRecordedLoop(StatefulLoop, RecordedLoop):
     """In constant tensors, with processors that may have a state."""
 
 
-def loop_of(plan: Plan, target: Target) -> GuardedLoop:
-    """Return the loop of a call; the statistics say why nothing is recorded on a static cache."""
-    is_stateful, is_static = plan.watch is not None, plan.config.cache_implementation == "static"
-    if is_static and isinstance(target, StaticBackbone) and target.buffers is not None and target.is_fixed:
+def static_loop_of(plan: Plan, target: Target) -> GuardedLoop:
+    """Return the loop of a call on a static cache; the statistics say why nothing is recorded."""
+    is_stateful = plan.watch is not None
+    if isinstance(target, StaticBackbone) and target.buffers is not None and target.is_fixed:
         return (StatefulRecordedLoop if is_stateful else RecordedLoop)(plan, target)
     loop = (StatefulLoop if is_stateful else GuardedLoop)(plan, target)
-    if is_static:
-        reason = plan.unfixed or "another cache than transformers' own"
-        loop.results.statistics.graphs = Graphs(reasons={"cycle": reason})
+    reason = plan.unfixed or "another cache than transformers' own"
+    loop.results.statistics.graphs = Graphs(reasons={"cycle": reason})
     return loop

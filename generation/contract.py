@@ -43,11 +43,9 @@ from transformers import PreTrainedConfig
 from .call.sequences import NewTokens, Sequences, Speculation
 from .tensors.masks import cached_arange, made_once
 
-HiddenLayers = int | list[int] | bool | None
-"""The hidden states of the backbone that a session reads: of one layer, of several, or of none."""
+HiddenLayers = int | list[int] | bool | None  # whose states a session reads: of one layer, of several, or of none
 _TAKES_INDICES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
-States = tuple[Tensor | None, ...]
-"""Hidden states per layer [B, F, D]; None for layers that were not requested."""
+States = tuple[Tensor | None, ...]  # hidden states per layer [B, F, D]; None for layers that were not requested
 
 
 @dataclass(eq=False)

@@ -53,10 +53,10 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "dola_layers": (None,),
 }
 """Fields of a GenerationConfig, and the values that allow speculation."""
+# fields of a GenerationConfig that transformers' own loops read, and ours ignores
 _UNREAD = "compile_config", "assistant_ensemble_weight", "speculation_type"
-"""Fields of a GenerationConfig that transformers' own loops read, and ours ignores."""
+# methods of every model that make the keyword arguments of its forwards
 _PREPARES = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-"""Methods of every model that make the keyword arguments of its forwards."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,7 @@ from ..contract import DraftTree, taken
 from ..tensors.masks import cached_arange, made_once
 from ..tensors.sampling import race_order
 
-_RANKS = 1 << 31
-"""More ranks than any vocabulary has."""
+_RANKS = 1 << 31  # more than any vocabulary has
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 

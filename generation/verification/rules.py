@@ -20,8 +20,8 @@ from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, draw_checked, pick
 from .tree_rules import check_rule, verify_drawn_tree
 
+# share of the target that decides where rounding left no residual; far below the precision of what it is added to
 TRACE = 1e-30
-"""Share of the target that decides where rounding left no residual; far below the precision of what it is added to."""
 
 
 def token_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,10 @@ class _View(CacheView):
     """The session's view of the cache of transformers' own loop, whose one sequence never moves."""
 
     has_columns = True
+    mask: Tensor
+    counts: Tensor
+    is_padded: bool
+    new_tokens: NewTokens
 
 
 class CandidateAdapter(CandidateGenerator):

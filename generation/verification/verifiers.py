@@ -112,8 +112,8 @@ class SampledVerifier(Verifier):
         if tree.probs is not None:  # what was chosen from no numbers is no draft, and those before it are verified
             tree.probs = tree.probs.nan_to_num(nan=0.0)
         if self.uniforms is None:
-            is_drawn_chain = tree.is_chain and tree.probs is not None and tree.num_nodes is None and tree.depth > 0
-            if is_drawn_chain and self.rule == "block" and probs.device.type != "cpu":
+            is_whole_chain = tree.is_chain and tree.num_nodes is None and tree.depth > 0
+            if is_whole_chain and tree.probs is not None and self.rule == "block" and probs.device.type != "cpu":
                 accepted, tokens, check = race_block(tree.tokens, tree.probs, probs)
                 return VerificationResult(accepted, tokens, check=check)
             return verify_sampled(tree, probs, self.rule)

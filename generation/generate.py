@@ -197,8 +197,8 @@ def speculative_decoding(
     return output
 
 
-_SIGNATURE = inspect.signature(partial(speculative_decoding, cast(Call, None)))
-"""Of the decoding method, which transformers would work out anew in every call."""
+_, *_PREPARED = inspect.signature(speculative_decoding).parameters.values()
+_SIGNATURE = inspect.Signature(_PREPARED)  # without the `Call`; transformers would work it out anew in every call
 
 
 def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:

@@ -101,13 +101,7 @@ def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | Non
         tree = {"choices": tree}
     if not isinstance(tree, dict) or not (tree.keys() <= {*_KEYS} or tree.keys() == {"choices"}):
         raise ValueError(f"draft_tree={tree!r} must be a dict of {', '.join(_KEYS)}, or of choices alone, or be 'auto'")
-    if "choices" in tree:
-        options, length = _fixed(tree)
-    else:
-        fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
-        options = _DEFAULTS | fitting | tree
-        check_size(**options)
-        length = options["depth"] + 1
+    options, length = _fixed(tree) if "choices" in tree else _dynamic(tree, longest)
     is_chain = options.get("top_k") == 1
     if longest is not None and length > longest:
         instead = "shorter paths" if "choices" in tree else f"depth={longest - 1} or less"
@@ -123,6 +117,13 @@ def _fixed(tree: Kwargs) -> tuple[Kwargs, int]:
     choices = [tuple(path) for path in choices]
     static_tree(choices)  # refuses what is no tree
     return {"choices": choices}, max(map(len, choices))
+
+
+def _dynamic(tree: Kwargs, longest: int | None) -> tuple[Kwargs, int]:
+    fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
+    options = _DEFAULTS | fitting | tree
+    check_size(**options)
+    return options, options["depth"] + 1
 
 
 def most_nodes(options: DraftOptions) -> int:

@@ -155,12 +155,12 @@ def accepted_along(drafter: SuffixDrafter, text: list[int], begun: int) -> list[
     """Return the accepted drafts of each verification while a text is written whose first `begun` tokens are there."""
     reader, accepted = Reader(), list[int]()
     given = drafter.num_tokens, drafter.num_tokens, 1, drafter.factor, drafter.least
-    drafter.counts.read(reader, text[:begun])
+    drafter.table.read([reader], [text[:begun]])
     while begun < len(text):
-        draft = [token for token, _ in drafter.counts.draft(reader.tail, *given)[0]][: len(text) - begun]
+        draft = [token for token, _ in drafter.table.draft(reader.tail, *given)[0]][: len(text) - begun]
         wrong = (index for index, token in enumerate(draft) if token != text[begun + index])
         accepted.append(next(wrong, len(draft)))
-        drafter.counts.read(reader, text[begun : begun + accepted[-1] + 1])
+        drafter.table.read([reader], [text[begun : begun + accepted[-1] + 1]])
         begun += accepted[-1] + 1
     return accepted
 

@@ -27,7 +27,6 @@ from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
 
 logger = logging.get_logger(__name__)
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 D = TypeVar("D", bound="AttachableDrafter")
 
 
@@ -147,11 +146,6 @@ class AttachableDrafter(BaseDrafter):
             backbone: Any causal language model of transformers; of a PeftModel or a compiled model, the model within.
             default: It also drafts where a call names no `assistant_model`, as pipelines, trainers and evaluation
                 harnesses do; the last drafter that was attached so does.
-
-        Raises:
-            TypeError: No model of transformers.
-            ValueError: A backbone that does not fit.
-            RuntimeError: The drafter is attached to another model.
         """
         backbone = unwrap(backbone)
         check_model(backbone)
@@ -189,10 +183,8 @@ class AttachableDrafter(BaseDrafter):
         parent = getattr(super(), "__getstate__", None)
         state = dict(parent() if parent else self.__dict__)
         state.pop("recorder", None)
-        return state | {
-            "_backbones": [],
-            "backbone_link": GeneratePatch.of(self.backbone).link if self.is_attached else CopyLink(),
-        }
+        link = GeneratePatch.of(self.backbone).link if self.is_attached else CopyLink()
+        return state | {"_backbones": [], "backbone_link": link}
 
     def __setstate__(self, state: Kwargs) -> None:
         """Attach to the copy of the backbone, where there is one in the same copy or pickle."""
@@ -233,22 +225,16 @@ class CopyLink:
 
 
 class GeneratePatch:
-    """Replaces the `generate` of a backbone, whose vocabulary had `vocab_size` ids when the patch was laid.
+    """Replaces the `generate` of a backbone, whose vocabulary had `vocab_size` ids when the patch was laid."""
 
-    Attributes:
-        drafters: Those that are attached to it.
-        default: The one of them that drafts where a call names none; None: nobody.
-        version: Of this code: drafters of several directories, each with its own copy of the code, share one patch.
-    """
-
-    version = __version__
+    version = __version__  # drafters of several directories, each with its own copy of the code, share one patch
+    default: AttachableDrafter | None = None  # the one that drafts where a call names none
 
     def __init__(self, backbone: PreTrainedModel, link: CopyLink, vocab_size: int) -> None:
         self.backbone, self.link, self.vocab_size = backbone, link, vocab_size
         link.backbone, self.drafters = backbone, link.drafters
         for drafter in self.drafters:  # of a copy or a pickle, and made before the backbone
             drafter._backbones = [backbone]
-        self.default: AttachableDrafter | None = None
 
     @classmethod
     def of(cls, backbone: PreTrainedModel) -> GeneratePatch:
@@ -292,17 +278,20 @@ class GeneratePatch:
         backbone = self.backbone
         generate = partial(type(backbone).generate, backbone)
         assistant = _checked(kwargs.get("assistant_model"))
-        assistant = self._unnamed(kwargs) if assistant is None else self._drafter_of(assistant)
+        if assistant is None:
+            assistant = self._unnamed(kwargs)
+        else:  # or the drafter that it became when it was attached
+            assistant = next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
         drafter = cast(AttachableDrafter, assistant)
         with decoding(backbone, *drafter.parts().values()):
-            self._check(drafter)
+            if not any(each is drafter for each in self.drafters):
+                name, own = type(drafter).__name__, type(backbone).__name__
+                raise RuntimeError(f"this {name} is not attached to this {own} (copies are not): call attach(backbone)")
+            if backbone.config.get_text_config().vocab_size != self.vocab_size:  # resized since
+                drafter.check_backbone(backbone)
             return generate(**prepared_call(generate, backbone, drafter, args, kwargs))
-
-    def _drafter_of(self, assistant: object) -> object:
-        """Return the drafter that an assistant became when it was attached; other assistants unchanged."""
-        return next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
 
     def _unnamed(self, kwargs: Kwargs) -> AttachableDrafter | None:
         """Return the drafter of a call that names no assistant; a ValueError where `use_mtp=True` demands one."""
@@ -317,13 +306,6 @@ class GeneratePatch:
             how = f"pass {names} as assistant_model=, or call attach(backbone, default=True)"
             raise ValueError(f"use_mtp=True names no drafter, and {type(self.backbone).__name__} has none: {how}")
         return None
-
-    def _check(self, assistant: AttachableDrafter) -> None:
-        if not any(drafter is assistant for drafter in self.drafters):
-            name, own = type(assistant).__name__, type(self.backbone).__name__
-            raise RuntimeError(f"this {name} is not attached to this {own} (copies are not): call attach(backbone)")
-        if self.backbone.config.get_text_config().vocab_size != self.vocab_size:  # resized since
-            assistant.check_backbone(self.backbone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GeneratePatch:
         return GeneratePatch(memo.get(id(self.backbone), self.backbone), deepcopy(self.link, memo), self.vocab_size)
@@ -342,6 +324,6 @@ def _checked(assistant: object) -> object:
 
 def adopt_fields(config: PreTrainedConfig, backbone: PreTrainedModel) -> None:
     """Copy what others read of a drafter's config: special ids (`pipeline`), and how layers are divided (`Trainer`)."""
-    for name in _SPECIAL:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(backbone.config.get_text_config(), name, None))
     config.distributed_config = field(backbone.config, "distributed_config")

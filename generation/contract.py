@@ -1,13 +1,5 @@
 r"""What drafters, the backbone, verification and the loop share: trees of drafts, their results, sessions and caches.
 
-    DraftTree            drafted tokens, and the distributions that they were drawn from
-    VerificationResult   which of them are accepted, and the token that verification adds
-    TargetOutput         what the backbone computed for a block
-    DraftSession         the drafts of one call of `generate`
-    Recorder             reads what is verified
-    CacheView            the part of the backbone's cache that a session may read
-    SpeculativeCache     a cache that knows a length per sequence
-
 The backbone reads a block: the bonus token b, which the last verification added, and then the m nodes of a tree. Node i
 has index i + 1 in the block; parents come before their children, so that indices rise along a path:
 
@@ -51,11 +43,9 @@ from transformers import PreTrainedConfig
 from .call.sequences import NewTokens, Sequences, Speculation
 from .tensors.masks import cached_arange, made_once
 
-HiddenLayers = int | list[int] | bool | None
-"""The hidden states of the backbone that a session reads: of one layer, of several, or of none."""
+HiddenLayers = int | list[int] | bool | None  # whose states a session reads: of one layer, of several, or of none
 _TAKES_INDICES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
-States = tuple[Tensor | None, ...]
-"""Hidden states per layer [B, F, D]; None for layers that were not requested."""
+States = tuple[Tensor | None, ...]  # hidden states per layer [B, F, D]; None for layers that were not requested
 
 
 @dataclass(eq=False)
@@ -187,21 +177,13 @@ class VerificationResult:
 
 @dataclass
 class TargetOutput:
-    """The output of one backbone call for a block.
+    """The output of one backbone call for a block."""
 
-    Attributes:
-        logits: [B, F, v] of the bonus token and the nodes.
-        hidden_states: Per layer [B, F, D] or None; those that were requested.
-        auxiliary: [B, A, v] logits of the auxiliary positions.
-        auxiliary_states: Their `hidden_states`.
-        block: The ids [B, m + 1] and logits of all positions, also of an output `along` a path.
-    """
-
-    logits: Tensor
-    hidden_states: tuple[Tensor | None, ...] | None = None
-    auxiliary: Tensor | None = None
-    auxiliary_states: tuple[Tensor | None, ...] | None = None
-    block: tuple[Tensor, Tensor] | None = None
+    logits: Tensor  # [B, F, v] of the bonus token and the nodes
+    hidden_states: States | None = None  # those that were requested
+    auxiliary: Tensor | None = None  # [B, A, v] logits of the auxiliary positions
+    auxiliary_states: States | None = None
+    block: tuple[Tensor, Tensor] | None = None  # ids [B, m + 1] and logits of all positions, also `along` a path
 
     def state(self, layer: int = -1) -> Tensor:
         """Return the hidden states [B, F, D] of a layer that the session reads."""
@@ -396,17 +378,14 @@ def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
     """
     if not tree.tokens.shape[1]:
         return VerificationResult(torch.zeros_like(picks[:, 0]), picks)
+    agrees = tree.tokens == (picks[:, :-1] if tree.is_chain else picks.gather(1, tree.parents + 1))  # [B, m]
+    if (real := tree.real()) is not None:
+        agrees = agrees & real
     if tree.is_chain:
-        agrees = _of_real(tree, tree.tokens == picks[:, :-1])  # [B, m]
         return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
-    reached = descend(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))  # [B, m + 1]
+    reached = descend(tree, agrees)  # [B, m + 1]
     columns = path_columns(reached, tree.depth)  # [B, k + 1]
     return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
-
-
-def _of_real(tree: DraftTree, wanted: Tensor) -> Tensor:
-    real = tree.real()
-    return wanted if real is None else wanted & real
 
 
 def elder_siblings(tree: DraftTree) -> Tensor:

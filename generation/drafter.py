@@ -24,38 +24,23 @@ from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
 logger = logging.get_logger(__name__)
+# by drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine
 _TREE_CHOICES: WeakKeyDictionary[BaseDrafter, dict[bool, dict[str, int]]] = WeakKeyDictionary()
-"""By drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine."""
 _SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = WeakKeyDictionary()
-"""By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
-_NAMED: WeakSet[BaseDrafter] = WeakSet()
-"""Drafters of which users were told that their numbers are not finite."""
-_KINDS = {
-    "draft_vocabulary": "sequential modules",
-    "assistant_tokenizer": "AssistantDrafter",
-    "scope": "SuffixDrafter",
-}
-"""The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
-
-
+_NAMED: WeakSet[BaseDrafter] = WeakSet()  # of these, users were told that their numbers are not finite
+# the drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction
+_KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter", "scope": "SuffixDrafter"}
 DRAFTERS: Kwargs = {}
 """The classes of drafters by name; each enters at the end of its file."""
 
 
 class DrafterFacts(NamedTuple):
-    """What a card says of a drafter.
+    """What a card says of a drafter."""
 
-    Attributes:
-        kind: `"heads"`, `"modules"`, `"uniforms"`, `"eagle"` or `"block"`.
-        window: The longest usual draft and one.
-        rows: (label, value) of a table.
-        papers: Keys of entries in `citations.bib`, or entries.
-    """
-
-    kind: str
-    window: int
-    rows: list[tuple[str, str]]
-    papers: tuple[str, ...]
+    kind: str  # "heads", "modules", "uniforms", "eagle" or "block"
+    window: int  # the longest usual draft and one
+    rows: list[tuple[str, str]]  # (label, value) of a table
+    papers: tuple[str, ...]  # keys of entries in `citations.bib`, or entries
 
 
 class BaseDrafter:
@@ -118,10 +103,9 @@ class BaseDrafter:
         raise TypeError(f"a {cls.__name__} has no card")
 
     def export_to(self, engine: str, folder: Path) -> Fields:
-        """Write a drafter that stands apart for an engine, and return how that drafts with it.
+        """Write a drafter that stands apart for an engine.
 
-        Returns:
-            `method` and `num_speculative_tokens` of vLLM's `--speculative-config`.
+        Return how that drafts with it: `method` and `num_speculative_tokens` of vLLM's `--speculative-config`.
         """
         raise ValueError(f"engine={engine!r} has no code for a {type(self).__name__}: {self.not_served}")
 
@@ -149,7 +133,7 @@ class BaseDrafter:
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length."""
-        for name in (name for name in options.extra if name not in self.own_options):
+        for name in options.extra.keys() - self.own_options:
             kind = _KINDS.get(name, "parallel token prediction")
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
         if options.draft_tree is None:
@@ -174,8 +158,7 @@ class BaseDrafter:
         tree, number, longest = options.draft_tree, options.num_assistant_tokens, self.longest_draft()
         if longest == 0:
             raise ValueError(f"draft_tree={tree!r}: this {type(self).__name__} drafts nothing; leave it out")
-        if tree == "auto":
-            tree = self.tree_choices.get(bool(config.do_sample), "auto")
+        tree = self.tree_choices.get(bool(config.do_sample), "auto") if tree == "auto" else tree
         if tree == "auto":
             return replace(options, num_assistant_tokens=number or longest or DEEPEST)
         tree, deepest = tree_options(tree, longest)
@@ -230,7 +213,5 @@ class BaseDrafter:
 def _kind_of(session: DraftSession, options: DraftOptions) -> Hashable:
     """Return everything that the cost of a cycle depends on."""
     processors = tuple(type(processor).__name__ for processor in options.processors)
-    return (
-        len(options.prompt), options.do_sample, session.num_tokens, session.lookahead, str(options.draft_tree),
-        processors, options.cache,
-    )  # fmt: skip
+    drafts = session.num_tokens, session.lookahead, str(options.draft_tree)
+    return len(options.prompt), options.do_sample, drafts, processors, options.cache

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -41,6 +41,7 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, NAMES, renamed
 from .backbone.backbones import target_of
+from .backbone.static import StaticBackbone
 from .backbone.target import OwnCacheBackbone, Target, traits_of
 from .backbone.wrapped_models import (
     Kwargs,
@@ -54,15 +55,12 @@ from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import PrefillOutput, SpeculativeCache
 from .drafter import BaseDrafter
 from .graphs import running
-from .guarded import GuardedLoop
+from .guarded import GuardedLoop, StatefulLoop
 from .plan import Call, Plan, decode_plainly, plan_of, read_call
 from .recorded import static_loop_of
-from .stateful import StatefulLoop
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
-TRIAL_OVERRIDES = {CACHE, "use_cache", "input_ids"}
-"""Keyword arguments of the model that trials on the same prompt make for themselves."""
 _SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 PARAMETERS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
 NOT_CONFIG = {*PARAMETERS, "tokenizer", "assistant_tokenizer", "trust_remote_code"}
@@ -79,15 +77,8 @@ def prepared_call(
 ) -> Kwargs:
     """Parse the options of a call of `generate`, and return its keyword arguments for transformers' own.
 
-    Args:
-        generate: The bound `generate` that is called next.
-        backbone: The target model.
-        drafter: Makes the drafts; None: an assistant of transformers does, or nobody.
-        args: Positional arguments of the call, and then its keyword arguments.
-        new_cache: Makes a cache of the backbone's own class; None: it has caches of transformers.
-
-    Raises:
-        ValueError: An option or a combination that is not supported; the message names it.
+    The bound `generate` is called next. Without a `drafter`, an assistant of transformers drafts, or nobody; without
+    `new_cache`, the backbone has caches of transformers.
     """
     call = (dict(zip(_names(type(backbone)), args)) if args else {}) | kwargs
     call = call if call.keys().isdisjoint(NAMES) else renamed(call)
@@ -115,7 +106,7 @@ def prepared_call(
             )
     elif call.get("custom_generate") is None:
         read = read_call(generate, backbone, drafter, own, sources, config, model_kwargs, new_cache)
-        refuse_clocks(read)
+        _refuse_clocks(read)
     if new_cache is not None:
         resolved |= add_cache(call, config, backbone, new_cache)
     is_single = config.get_generation_mode() in _SINGLE
@@ -127,11 +118,12 @@ def prepared_call(
             synced = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
             synced = synced and torch.distributed.get_world_size() > 1
         read = replace(read, streamer=call.get("streamer"), synced_gpus=synced)
-        call["custom_generate"] = partial(speculative_decoding, read)
+        call["custom_generate"] = decode = partial(speculative_decoding, read)
+        vars(decode).update(__signature__=_SIGNATURE)
     return with_resolved(call, resolved) if resolved else call
 
 
-def refuse_clocks(call: Call) -> None:
+def _refuse_clocks(call: Call) -> None:
     """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone."""
     timed = {
         "num_assistant_tokens_schedule='adaptive'": call.options.schedule == "adaptive",
@@ -143,8 +135,7 @@ def refuse_clocks(call: Call) -> None:
         raise ValueError(f"{named} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it")
 
 
-def _has_peers() -> bool:
-    """Return whether this is one process of several, which may hold parts of one backbone."""
+def _has_peers() -> bool:  # one process of several, which may hold parts of one backbone
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -176,11 +167,7 @@ def speculative_decoding(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode with drafts: `generate` of transformers calls this as its decoding method, with prepared arguments.
-
-    Raises:
-        ValueError: `use_mtp=True`, a seed or uniforms were passed, and are not possible here.
-    """
+    """Decode with drafts: `generate` of transformers calls this as its decoding method, with prepared arguments."""
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
@@ -202,9 +189,16 @@ def speculative_decoding(
         kind = GuardedLoop if plan.watch is None else StatefulLoop
         loop = static_loop_of(plan, target) if is_static else kind(plan, target)
         output = loop.run(outputs)
+        graphs = loop.results.statistics.graphs
+        if graphs is not None and isinstance(target, StaticBackbone):
+            graphs.buffer_bytes, graphs.buffers_made = target.buffer_use()
     if plan.schedule is not None:
         call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output
+
+
+_, *_PREPARED = inspect.signature(speculative_decoding).parameters.values()
+_SIGNATURE = inspect.Signature(_PREPARED)  # without the `Call`; transformers would work it out anew in every call
 
 
 def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:
@@ -252,7 +246,8 @@ def _with_tree(
             config.resolved -= {"use_mtp"}
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
-    common = {name: model_kwargs[name] for name in model_kwargs.keys() - TRIAL_OVERRIDES}
+    own = CACHE, "use_cache", "input_ids"  # what trials on the same prompt make for themselves
+    common = {name: value for name, value in model_kwargs.items() if name not in own}
     common |= {"synced_gpus": call.synced_gpus}
     border = traits_of(call.backbone).rotary_border
     last = getattr(call.backbone.config.get_text_config(), "max_position_embeddings", None)
@@ -273,14 +268,6 @@ class ResolvedConfig(GenerationConfig):
     def __getattribute__(self, name: str) -> Any:
         read = super().__getattribute__
         return None if name in read("resolved") else read(name)
-
-    @classmethod
-    def of(cls, config: GenerationConfig | None, resolved: Iterable[str]) -> ResolvedConfig:
-        """Return a copy of a config (of None: of an empty one)."""
-        made = cls()
-        vars(made).update(copy.deepcopy(vars(config or GenerationConfig())))
-        made.resolved = frozenset(resolved)
-        return made
 
 
 def add_cache(
@@ -309,24 +296,21 @@ def resolve_tokenizer(call: Kwargs, config: GenerationConfig, backbone: PreTrain
         resolved.add("stop_strings")
     name = "inputs" if call.get("inputs") is not None else "input_ids"
     if config.token_healing and isinstance(ids := call.get(name), Tensor):
-        if call.get("attention_mask") is None:
-            call["attention_mask"] = _mask_of(ids, config)
+        if call.get("attention_mask") is None:  # as transformers infers it; healing replaces bos by padding
+            pad, eos = config.pad_token_id, config.eos_token_id
+            is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])
+            call["attention_mask"] = torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
         call[name] = cast(Any, backbone).heal_tokens(ids, tokenizer)
         resolved.add("token_healing")
     return resolved
 
 
-def _mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
-    """Return the mask that transformers infers from padding ids; healing replaces bos by padding."""
-    pad, eos = config.pad_token_id, config.eos_token_id
-    is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])
-    return torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
-
-
 def with_resolved(call: Kwargs, resolved: set[str]) -> Kwargs:
     """Return a call whose config shows these fields as unset."""
     passed = call.get("generation_config")
-    config = ResolvedConfig.of(passed, resolved)
+    config = ResolvedConfig()
+    vars(config).update(copy.deepcopy(vars(passed or GenerationConfig())))
+    config.resolved = frozenset(resolved)
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
     if passed is None:  # beside a config, transformers warns of fields in keyword arguments
         unset = {name for name, value in fields.items() if value is None}  # only a keyword argument keeps a field so

@@ -39,10 +39,8 @@ from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
 R = TypeVar("R")
-_TRIES = 3
-"""The cycle of a call in which the host must wait for nothing; in earlier ones, something may be compiled."""
-_MOST = 8
-"""Graphs that are kept for the buffers of a model; each holds memory."""
+_TRIES = 3  # the cycle of a call in which the host must wait for nothing; in earlier ones, something may be compiled
+_MOST = 8  # graphs that are kept for the buffers of a model; each holds memory
 _PLAIN = (bool, int, float, str, type(None))
 _MARKED = (*_PLAIN, Tensor, nn.Module)
 
@@ -69,10 +67,7 @@ class CudaGraph(Generic[R]):
         return self.result
 
 
-GRAPHS: dict[str, type[CudaGraph[Any]]] = {"cuda": CudaGraph}
-"""By type of device."""
-
-
+GRAPHS: dict[str, type[CudaGraph[Any]]] = {"cuda": CudaGraph}  # by type of device
 _LOCK = RLock()
 _running = 0
 
@@ -94,15 +89,13 @@ def running() -> Iterator[None]:
 
 
 class Recorder:
-    """Records and replays the regions of one call, whose `shape` is a `fingerprint`; `told` what is said of it.
+    """Records and replays the regions of one call, whose `shape` is a `fingerprint`; `told` what is said of it."""
 
-    It `is_steady` where the last region took as long as the next one will: it was replayed, and not recorded first.
-    """
+    is_steady = False  # the last region took as long as the next one will: it was replayed, and not recorded first
 
     def __init__(self, buffers: Buffers, shape: Hashable, device: torch.device, told: Graphs) -> None:
         self.buffers, self.shape, self.device, self.told = buffers, shape, device, told
-        self.made, self.met, self.is_steady = GRAPHS[device.type], Counter[Hashable](), False
-        self.ready = set[Hashable]()
+        self.made, self.met, self.ready = GRAPHS[device.type], Counter[Hashable](), set[Hashable]()
 
     def __call__(self, name: str, function: Callable[..., R], /, *args: Any) -> R:
         """Return what a region returns: replayed, recorded, or run."""

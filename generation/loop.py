@@ -8,8 +8,8 @@
     cache      ... x y b  d1 d2     rolled back to here       Target.keep
     next                     z = b  and so on                 DraftSession.advance
 
-The host waits for the device once in a cycle (`Cycle.read`). Beside it: scores that are no numbers (`guarded`),
-processors whose state moves (`stateful`), and cycles of fixed shapes, recorded and replayed (`recorded`).
+The host waits for the device once in a cycle (`Cycle.read`). Beside it: scores that are no numbers and processors
+whose state moves (`guarded`), and cycles of fixed shapes, recorded and replayed (`recorded`).
 """
 
 from __future__ import annotations

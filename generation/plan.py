@@ -53,81 +53,46 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "dola_layers": (None,),
 }
 """Fields of a GenerationConfig, and the values that allow speculation."""
-_UNREAD = {
-    "compile_config": "pass cache_implementation='static' with it, or compile the backbone itself, by "
-    "model.forward = torch.compile(model.forward)",
-    "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
-    "speculation_type": "the drafter that the call was given drafts",
-}
-"""Fields of a GenerationConfig that transformers' own loops read and ours ignores, and the alternative."""
+# fields of a GenerationConfig that transformers' own loops read, and ours ignores
+_UNREAD = "compile_config", "assistant_ensemble_weight", "speculation_type"
+# methods of every model that make the keyword arguments of its forwards
 _PREPARES = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-"""Methods of every model that make the keyword arguments of its forwards."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of `generate` with a drafter, before transformers prepares it.
+    """One call of `generate` with a drafter, before transformers prepares it."""
 
-    Attributes:
-        generate: The bound `generate` of the backbone's class, which trials of trees call, too.
-        backbone: The target model.
-        drafter: Makes the drafts.
-        options: Of the call, completed by the drafter; `speculates` is the decision.
-        new_cache: Makes a cache of the backbone's own class, if it has one.
-        has_user_cache: Whether the user passed the cache, and may look into it after the call.
-        streamer: Receives every column of tokens once all open sequences have it.
-        synced_gpus: Whether every peer calls the backbone until all of them are done.
-    """
-
-    generate: Callable[..., Any]
+    generate: Callable[..., Any]  # bound, of the backbone's class; trials of trees call it, too
     backbone: PreTrainedModel
     drafter: BaseDrafter
-    options: CallOptions
-    new_cache: Callable[[], SpeculativeCache] | None
-    has_user_cache: bool
-    streamer: BaseStreamer | None = None
-    synced_gpus: bool = False
+    options: CallOptions  # completed by the drafter; `speculates` is the decision
+    new_cache: Callable[[], SpeculativeCache] | None  # makes a cache of the backbone's own class, if it has one
+    has_user_cache: bool  # the user passed the cache, and may look into it after the call
+    streamer: BaseStreamer | None = None  # receives every column of tokens once all open sequences have it
+    synced_gpus: bool = False  # every peer calls the backbone until all of them are done
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the loop does in one call.
+    """What the loop does in one call."""
 
-    Attributes:
-        call: Before transformers prepared it.
-        prompt: [B, L] int64.
-        criteria: Stopping criteria.
-        config: Of the call.
-        model_kwargs: Keyword arguments of the model, the cache among them.
-        keywords: Further keyword arguments of forwards after the prompt; None: there are none.
-        draft_options: The options for session and verifier, the logits processors among them.
-        verifier_model: Runs the forwards after the prompt; on tokens it computes what the backbone does.
-        session: Proposes tokens.
-        verifier: Verifies them.
-        watch: Notices processors whose state moves; None: none has any.
-        schedule: Chooses the draft length; None: always as long as the session can.
-        unfixed: Why the cycles on a static cache have no fixed shapes; None: they have, or the cache is another one.
-        unrecorded: Why they are not recorded; see `graphs`.
-        models: All that runs in a cycle of a static cache.
-        hidden_layers: The hidden states of the backbone that the call or the session reads.
-    """
-
-    call: Call
-    prompt: Tensor
+    call: Call  # before transformers prepared it
+    prompt: Tensor  # [B, L] int64
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    model_kwargs: Kwargs
-    keywords: Keywords | None
-    draft_options: DraftOptions
-    verifier_model: PreTrainedModel
+    model_kwargs: Kwargs  # of the prompt, the cache among them
+    keywords: Keywords | None  # further ones of forwards after the prompt; None: there are none
+    draft_options: DraftOptions  # for session and verifier, the logits processors among them
+    verifier_model: PreTrainedModel  # runs the forwards after the prompt; on tokens it computes what the backbone does
     session: DraftSession
     verifier: Verifier
-    watch: StateWatch | None
-    schedule: AdaptiveSchedule | None
-    unfixed: str | None
-    unrecorded: str | None
-    models: tuple[nn.Module, ...]
-    hidden_layers: HiddenLayers
+    watch: StateWatch | None  # notices processors whose state moves; None: none has any
+    schedule: AdaptiveSchedule | None  # chooses the draft length; None: always as long as the session can
+    unfixed: str | None  # why cycles on a static cache have no fixed shapes; None: they have, or the cache is another
+    unrecorded: str | None  # why they are not recorded (`graphs`)
+    models: tuple[nn.Module, ...]  # all that runs in a cycle of a static cache
+    hidden_layers: HiddenLayers  # the states of the backbone that the call or the session reads
 
     @property
     def returns_cache(self) -> bool:
@@ -171,9 +136,6 @@ def read_call(
 
     Of its keyword arguments, `own` are those of `GENERATE_KWARGS`; `sources` are the other ones, the config that was
     passed, and the model's own, of which transformers makes `config` and `model_kwargs`. The others are as in `Call`.
-
-    Raises:
-        ValueError: An option or a combination that is not supported, or `use_mtp=True` where nothing is drafted.
     """
     options = _prepared_options(backbone, drafter, own, sources, config)
     speculates, longest, usual = options.use_mtp is not False, drafter.longest_draft(), drafter.default_draft()
@@ -184,7 +146,10 @@ def read_call(
     if speculates:
         reason = _obstacle_before(backbone, drafter, config, model_kwargs, new_cache is not None)
         if reason is None:
-            _warn_of_unread(config)
+            for name in _UNREAD:
+                is_read = name == "compile_config" and config.cache_implementation == "static"
+                if (value := getattr(config, name, None)) is not None and not is_read:
+                    logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library.")
         else:
             decode_plainly(reason, options)
             speculates = False
@@ -213,9 +178,6 @@ def plan_of(
 
     In `model_kwargs`, a static cache is replaced by one that drafts can be verified on; `choose_tree` settles
     `draft_tree="auto"`. The others are as in `Plan`.
-
-    Raises:
-        ValueError: A seed or uniforms were passed, and are not possible here.
     """
     backbone, drafter = call.backbone, call.drafter
     options = call.options.cut(backbone, prompt, config.max_length)
@@ -284,20 +246,16 @@ def _prepared_options(
     try:
         return drafter.prepare_call(options, config)
     except ValueError as error:
-        saved = _saved(own, sources)
+        _, passed, of_model = sources
+        names = [name for name in GENERATE_KWARGS[1:] if own.get(name) is None]
+        values = {name: value for name in names if (value := getattr(of_model, name, None)) is not None}
+        # what the model's own config alone sets; a pipeline passes a copy of that config
+        saved = tuple(name for name, value in values.items() if getattr(passed, name, None) in (None, value))
         if drafter is backbone or not saved:
             raise
         options = drafter.prepare_call(CallOptions.read(own, sources, saved, drafter.assistant_config()), config)
         logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
         return options
-
-
-def _saved(own: Kwargs, sources: Sources) -> tuple[str, ...]:
-    """Return the options of drafts that the model's own config alone sets; a pipeline passes a copy of that config."""
-    _, passed, of_model = sources
-    names = [name for name in GENERATE_KWARGS[1:] if own.get(name) is None]
-    saved = {name: value for name in names if (value := getattr(of_model, name, None)) is not None}
-    return tuple(name for name, value in saved.items() if getattr(passed, name, None) in (None, value))
 
 
 def _obstacle_before(
@@ -361,17 +319,16 @@ def _obstacle_after(
     reason = _obstacle_to_blocks(model, model_kwargs, prompt, end)
     if reason is not None:
         return reason
-    is_usual = all(name not in vars(model) and _is_base(model, name) for name in _PREPARES)
+    kind = type(model)
+    is_usual = all(
+        name not in vars(model) and getattr(kind, name) is getattr(GenerationMixin, name) for name in _PREPARES
+    )
     if is_usual and not any(value is not None and name not in USUAL for name, value in model_kwargs.items()):
         return None
     found = keywords_of(model, model_kwargs, prompt)
     if isinstance(found, Keywords) and found.constant and call.drafter.verifier_model(model) is not model:
         return f"{next(iter(found.constant))}="
     return found
-
-
-def _is_base(model: PreTrainedModel, name: str) -> bool:
-    return getattr(type(model), name, None) is getattr(GenerationMixin, name)
 
 
 def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: Kwargs, prompt: Tensor, end: int) -> str | None:
@@ -395,15 +352,6 @@ def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: Kwargs, prompt: Te
     if border[0] == "longrope" and begins > border[1]:
         return None
     return f"rope_type={border[0]!r} of {name}, whose frequencies change at position {border[1]}"
-
-
-def _warn_of_unread(config: GenerationConfig) -> None:
-    """Warn of fields that our loop ignores."""
-    for name, instead in _UNREAD.items():
-        value = getattr(config, name, None)
-        is_read = name == "compile_config" and config.cache_implementation == "static"
-        if value is not None and not is_read:
-            logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")
 
 
 def _refuse_source(reason: str | None, options: CallOptions) -> None:

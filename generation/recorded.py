@@ -17,47 +17,26 @@ from .backbone.target import Target
 from .call.sequences import FixedSequences, Graphs, NewTokens
 from .contract import DraftTree, PrefillOutput
 from .graphs import Recorder, fingerprint, held_draft, obstacle_to_whole
-from .guarded import GuardedLoop
+from .guarded import GuardedLoop, StatefulLoop
 from .plan import Plan
 from .results import Cycle, GenerateSpeculativeOutput
-from .stateful import StatefulLoop
 
 R = TypeVar("R")
-_LENGTHS = 1, 2, 4
-"""Lengths of drafts that adaptive ones are rounded up to where each has a recording; full ones have another."""
+_LENGTHS = 1, 2, 4  # that adaptive drafts are rounded up to where each has a recording; full ones have another
 
 
-class StaticLoop(GuardedLoop):
-    """On a static cache without fixed shapes: nothing is recorded, and the statistics say why."""
+class RecordedLoop(GuardedLoop):
+    """In tensors with constant addresses."""
+
+    fixed: FixedSequences
+    recorder: Recorder | None = None  # records and replays; None: nothing does
+    ahead: Cycle | None = None  # launched, and not read by the host yet
+    is_whole = False  # the host is needed nowhere within a cycle
+    is_constant = False  # this cycle has the shapes of others
 
     def __init__(self, plan: Plan, target: Target) -> None:
         super().__init__(plan, target)
         self.told = self.results.statistics.graphs = Graphs()
-        if not _is_fixed(target):
-            self.told.reasons["cycle"] = plan.unfixed or "another cache than transformers' own"
-
-    def run(self, outputs: PrefillOutput) -> GenerateSpeculativeOutput | Tensor:
-        output = super().run(outputs)
-        if isinstance(self.target, StaticBackbone):
-            self.told.buffer_bytes, self.told.buffers_made = self.target.buffer_use()
-        return output
-
-
-class RecordedLoop(StaticLoop):
-    """In tensors with constant addresses.
-
-    Attributes:
-        fixed: The sequences.
-        recorder: Records and replays; None: nothing does.
-        ahead: A cycle that was launched, and that the host has not read yet.
-        is_whole: Whether the host is needed nowhere within a cycle.
-        is_constant: Whether this cycle has the shapes of others.
-    """
-
-    fixed: FixedSequences
-    recorder: Recorder | None = None
-    ahead: Cycle | None = None
-    is_whole = is_constant = False
 
     def _first(self, outputs: PrefillOutput) -> None:
         super()._first(outputs)
@@ -106,8 +85,8 @@ class RecordedLoop(StaticLoop):
         if self.session.reads_host:
             drafted = held_draft(self.session.propose(self.fixed, length), self.target.held)
         if self.is_whole and (self._drafts() or self.ahead is not None):
-            cycle = self.ahead or self._launched(length, drafted)
-            self.ahead = self._launched(length, None) if self._is_followed() else None
+            cycle = self.ahead or self._region("cycle", self._whole, length, drafted).send()
+            self.ahead = self._region("cycle", self._whole, length, None).send() if self._is_followed() else None
             cycle = self._on_host(cycle)
             if cycle.faults and self.ahead is not None:  # it left no trace, so that the next one did its work
                 cycle, self.ahead = self._on_host(self.ahead), None
@@ -116,10 +95,6 @@ class RecordedLoop(StaticLoop):
         else:
             cycle = self._on_host(self._verified(*self._region("forward", self._read, length, drafted)))
         return self._settled(cycle)
-
-    def _launched(self, length: int, drafted: DraftTree | None) -> Cycle:
-        """Launch a whole cycle, and send what the host reads of it."""
-        return self._region("cycle", self._whole, length, drafted).send()
 
     def _is_followed(self) -> bool:
         """Return whether another cycle surely follows one that nobody has read, but for ends of sequences by eos."""
@@ -164,22 +139,16 @@ class RecordedLoop(StaticLoop):
         return output
 
 
-class StatefulStaticLoop(StatefulLoop, StaticLoop):
-    """On a static cache, with processors that may have a state."""
-
-
 class StatefulRecordedLoop(StatefulLoop, RecordedLoop):
     """In constant tensors, with processors that may have a state."""
 
 
-def static_loop_of(plan: Plan, target: Target) -> StaticLoop:
-    """Return the loop of a call with `cache_implementation="static"`."""
+def static_loop_of(plan: Plan, target: Target) -> GuardedLoop:
+    """Return the loop of a call on a static cache; the statistics say why nothing is recorded."""
     is_stateful = plan.watch is not None
-    if _is_fixed(target):
+    if isinstance(target, StaticBackbone) and target.buffers is not None and target.is_fixed:
         return (StatefulRecordedLoop if is_stateful else RecordedLoop)(plan, target)
-    return (StatefulStaticLoop if is_stateful else StaticLoop)(plan, target)
-
-
-def _is_fixed(target: Target) -> bool:
-    """Return whether cycles have fixed shapes."""
-    return isinstance(target, StaticBackbone) and target.buffers is not None and target.is_fixed
+    loop = (StatefulLoop if is_stateful else GuardedLoop)(plan, target)
+    reason = plan.unfixed or "another cache than transformers' own"
+    loop.results.statistics.graphs = Graphs(reasons={"cycle": reason})
+    return loop

@@ -20,45 +20,31 @@ from .contract import DraftTree, TargetOutput, VerificationResult
 from .plan import Plan
 from .tensors.masks import cached_arange
 
-_NO_NUMBER = 0xFF << 23
-"""The bits of a float32 that are all set in NaN and in infinity, and in no number."""
-_MASKED = -1 << 23
-"""The bits of -inf as int32: what was noted of a row that processors masked."""
+_NO_NUMBER = 0xFF << 23  # the bits of a float32 that are all set in NaN and in infinity, and in no number
+_MASKED = -1 << 23  # the bits of -inf as int32: what was noted of a row that processors masked
 
 
 @dataclass(eq=False)
 class Cycle:
     """One verification, and what the host reads of it.
 
-    Attributes:
-        fed: The tree that the backbone read; `tree` is the one that was verified.
-        outputs: Of the backbone.
-        scores: [B, m + 1, v], after the logits processors.
-        result: Of the verification.
-        accepted: Accepted drafts per sequence; -1: it gets not even a token.
-        new: New tokens per sequence, and what follows them in `result.tokens`.
-        drafts: Real drafts per sequence.
-        faults: Open sequences that would go on from scores that are no numbers.
-        strays: Sequences where a draft was chosen from what is no number; it is never accepted in sampled calls, and is
-            verified as any in others. Of their drafts those that were accepted count.
-        rows: `Verifier.path_rows`, or [B, 1].
-        report: [B, n] int64, all that the host reads.
-        arrival: On an accelerator, when a report that was sent has arrived.
+    A stray is a draft that was chosen from what is no number. It is never accepted in sampled calls, and is verified as
+    any in others; of the drafts of its sequence those that were accepted count.
     """
 
-    fed: DraftTree
-    tree: DraftTree
+    fed: DraftTree  # read by the backbone
+    tree: DraftTree  # verified
     outputs: TargetOutput
-    scores: Tensor
+    scores: Tensor  # [B, m + 1, v], after the logits processors
     result: VerificationResult
-    accepted: list[int] = field(default_factory=list)
-    new: list[list[int]] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
-    strays: list[bool] = field(default_factory=list)
-    rows: Tensor | None = None
-    report: Tensor | None = None
-    arrival: torch.cuda.Event | None = None
+    accepted: list[int] = field(default_factory=list)  # drafts per sequence; -1: it gets not even a token
+    new: list[list[int]] = field(default_factory=list)  # tokens per sequence, and what follows them in `result.tokens`
+    drafts: list[list[int]] = field(default_factory=list)  # real ones per sequence
+    faults: list[int] = field(default_factory=list)  # open sequences that would go on from scores that are no numbers
+    strays: list[bool] = field(default_factory=list)  # whether a sequence has any
+    rows: Tensor | None = None  # `Verifier.path_rows`, or [B, 1]
+    report: Tensor | None = None  # [B, n] int64, all that the host reads
+    arrival: torch.cuda.Event | None = None  # on an accelerator, when a report that was sent has arrived
 
     def send(self) -> Cycle:
         """Begin to copy the report to the host, which goes on meanwhile: what runs next may write to its tensors."""
@@ -71,8 +57,7 @@ class Cycle:
 
     def write(self, rows: Tensor | None) -> None:
         """Write the report; see `rows`."""
-        self.rows = rows
-        numbers = self.fed.numbers
+        self.rows, numbers = rows, self.fed.numbers
         floats = [part for part in (None if numbers is None else numbers[:, None], rows) if part is not None]
         joined = torch.cat(floats, 1) if len(floats) > 1 else floats[0] if floats else None  # [B, up to 1 + r]
         bits = None if joined is None else joined.float().view(torch.int32).long()  # `cat` copies one dtype at once
@@ -139,11 +124,7 @@ class Cycle:
 
 @dataclass
 class GenerateSpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `generate(return_dict_in_generate=True)` returns: transformers' output, and the statistics.
-
-    Attributes:
-        speculation: Counts and times of this call.
-    """
+    """What `generate(return_dict_in_generate=True)` returns: transformers' output, and the statistics of the call."""
 
     speculation: Speculation | None = None
 
@@ -199,8 +180,7 @@ class Results:
     def take(self, cycle: Cycle, is_prefill: bool = False) -> tuple[NewTokens, list[int]]:
         """Add verified tokens to the sequences, records and statistics, cut where sequences end.
 
-        Returns:
-            The new tokens, and the accepted drafts of the sequences that were open.
+        Return the new tokens, and the accepted drafts of the sequences that were open.
         """
         before, accepted = self.done, cycle.accepted
         verified = [ids[: count + 1] for ids, count in zip(cycle.new, accepted)]
@@ -243,8 +223,11 @@ class Results:
 
     def _output(self) -> GenerateSpeculativeOutput | Tensor:
         decoded = self.tokens.lengths
-        if self.stopping.in_step:
-            self._drop_what_ran_ahead(self.stopping.ends)
+        if self.stopping.in_step:  # criteria ended sequences that had run ahead
+            self.tokens.shorten(self.stopping.ends)
+            self.statistics.cut(self.tokens.num_new)
+            if self.records is not None:
+                self.records.cut(self.tokens.num_new)
         self.statistics.new_tokens = sum(self.tokens.num_new)
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)  # [B, L + new]
         if self.plan.returns_cache:  # it may cost a forward
@@ -264,13 +247,6 @@ class Results:
             speculation=self.statistics,
             **cast(Any, {CACHE: self.target.cache}),
         )
-
-    def _drop_what_ran_ahead(self, ends: list[int]) -> None:
-        """Cut sequences, records and statistics where criteria ended sequences that had run ahead."""
-        self.tokens.shorten(ends)
-        self.statistics.cut(self.tokens.num_new)
-        if self.records is not None:
-            self.records.cut(self.tokens.num_new)
 
     def _align_cache(self, decoded: list[int]) -> None:
         """Add the last token of sequences that ended early, so that the next call may start at the last column.

@@ -95,3 +95,15 @@ class TableSession(DraftSession):
         order = cached_arange(len(tokens), tokens.device)
         newest = tokens.new_zeros(len(self.table)).scatter_reduce_(0, tokens, order, "amax")  # [V + 1]
         self.table[tokens] = entries[newest[tokens]]
+
+
+def merged(drafts: Tensor) -> Tensor:
+    """Return parents [B, length * branches], level by level, by which branches [B, length, branches] share beginnings.
+
+    The first branch with a beginning goes on for all.
+    """
+    length, count = drafts.shape[1:]
+    same = (drafts[..., None] == drafts[:, :, None]).cumprod(1)  # [B, length, branch, other]: equal up to here
+    node = same.argmax(-1) + count * cached_arange(length, drafts.device)[:, None]  # [B, length, branches]
+    # -1, the bonus token, before the first level
+    return torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=-1).flatten(1)

@@ -29,10 +29,8 @@ from ..trees.choice import chain_options
 from ..trees.growth import tree_options
 from ..verification.verifiers import Verifier
 
-_START = 16.0
-"""Tokens that count as expected and accepted before anything is known."""
-_DECAY = 0.98
-"""The share of past counts that remains after a cycle, so that a look-up that fails is tried again."""
+_START = 16.0  # tokens that count as expected and accepted before anything is known
+_DECAY = 0.98  # of past counts remains after a cycle, so that a look-up that fails is tried again
 
 
 class DrafterCascade(AttachableDrafter):
@@ -50,9 +48,6 @@ class DrafterCascade(AttachableDrafter):
         least: Tokens, per sequence, that a look-up must expect to be accepted.
         joins: Where none does, verify the first look-up's draft and the last drafter's chain in one tree.
 
-    Raises:
-        ValueError: Fewer than two drafters, or a number that is not positive.
-
     Example:
         >>> cascade = DrafterCascade([SuffixDrafter(), EagleHead.from_pretrained("eagle")]).attach(model)
         >>> out = model.generate(**inputs, assistant_model=cascade)
@@ -65,9 +60,8 @@ class DrafterCascade(AttachableDrafter):
             raise ValueError(f"least={least!r} must be positive")
         self.drafters, self.least, self.joins = list(drafters), least, joins
         self.last = self.drafters[-1]
-        self.calibrations = [
-            [LookupCalibration() for _ in self.drafters[:-1]] for _ in (False, True)
-        ]  # of greedy and of sampled calls
+        # of greedy and of sampled calls
+        self.calibrations = [[LookupCalibration() for _ in self.drafters[:-1]] for _ in (False, True)]
         self.rules, self.drafts_trees = self.last.rules, self.last.drafts_trees
         self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
         self.own_options = frozenset[str]().union(*(drafter.own_options for drafter in drafters))
@@ -81,15 +75,13 @@ class DrafterCascade(AttachableDrafter):
         return self.backbone.config
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse what any of the drafters refuses, and trees where only chains can be verified."""
         for drafter in self.drafters:
             drafter.check_backbone(backbone)
         if self.joins and (is_recurrent(DynamicCache(config=backbone.config)) or not takes_dense_masks(backbone)):
             raise ValueError(f"joins=True verifies trees, and {type(backbone).__name__} takes chains alone")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Attach the drafters that are not yet; they stay attached when the cascade is detached."""
-        for drafter in self.drafters:
+        for drafter in self.drafters:  # they stay attached when the cascade is detached
             drafter.attach(backbone)
 
     def longest_draft(self) -> int | None:
@@ -131,7 +123,6 @@ class DrafterCascade(AttachableDrafter):
         return restore
 
     def start(self, options: DraftOptions) -> CascadeSession:
-        """Return the session of one call; a ValueError names a drafter that cannot be one of several."""
         sessions = []
         for drafter in self.drafters:
             tree, number = None, drafter.default_draft()
@@ -148,7 +139,6 @@ class DrafterCascade(AttachableDrafter):
         return CascadeSession(sessions, self.calibrations[options.do_sample], self.least, self.joins)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return the last drafter's, which takes deterministic drafts, too."""
         return self.last.make_verifier(options, cast(CascadeSession, session).sessions[-1])
 
 
@@ -162,7 +152,7 @@ class LookupCalibration:
         return (_START + self.accepted) / (_START + self.expected)
 
     def note(self, expected: float = 0.0, accepted: float = 0.0) -> None:
-        """Count a cycle; both are 0 where another drafter drafted."""
+        """Count a cycle; both numbers are 0 where another drafter drafted."""
         self.expected = _DECAY * self.expected + expected
         self.accepted = _DECAY * self.accepted + accepted
 
@@ -187,9 +177,7 @@ class CascadeSession(DraftSession):
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return one session's draft, or two in one tree; the others get length 0, and read what comes before."""
         *sure, last = self.sessions
-        chosen: DraftTree | None = None
-        guess: DraftTree | None = None
-        self.chosen = None
+        chosen = guess = self.chosen = None
         for index, session in enumerate(sure):
             tree = session.propose(tokens, 0 if chosen is not None else min(length, session.num_tokens))
             if chosen is None and length and (session.expected or 0.0) * self.calibrations[index].factor >= self.least:

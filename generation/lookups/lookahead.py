@@ -14,7 +14,7 @@ from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange, made_once
-from .base import TableDrafter, TableSession
+from .base import TableDrafter, TableSession, merged
 
 
 class LookaheadDrafter(TableDrafter):
@@ -35,9 +35,6 @@ class LookaheadDrafter(TableDrafter):
         window: Positions ahead, W.
         ngram_size: Tokens of an n-gram with its first one, N.
         candidates: N-grams that are kept for every first token, and verified, G.
-
-    Raises:
-        ValueError: A value out of range.
 
     Example:
         >>> drafter = LookaheadDrafter().attach(model)
@@ -77,11 +74,10 @@ class LookaheadDrafter(TableDrafter):
 class LookaheadSession(TableSession):
     """The drafts of one call, with L = N - 1 levels of guesses behind every position of the window.
 
-    The block is b, the candidates [G, L], the first guesses [W], a chain, and the L - 1 further ones behind each.
+    The block is b, the candidates [L, G], the first guesses [W], a chain, and the L - 1 further ones behind each.
     """
 
-    guesses: Tensor
-    """[B, L, W] int64; level l of position i follows level l - 1 of it, and level 0 that of position i - 1."""
+    guesses: Tensor  # [B, L, W] int64; level l of position i follows level l - 1 of it, level 0 that of position i - 1
 
     def __init__(self, options: DraftOptions, drafter: LookaheadDrafter) -> None:
         self.levels, self.positions = drafter.sizes(options.num_tokens)
@@ -106,10 +102,10 @@ class LookaheadSession(TableSession):
             return DraftTree.chain(tokens.ids[:, :0])
         if not self.table.shape[1]:
             return DraftTree.chain(self.guesses[:, 0, :length])
-        grams = self.candidates(tokens)[..., :length]  # [B, G, l]
-        parents, nodes = _merged(grams), grams.flatten(1)  # [B, G l] each
+        grams = self.candidates(tokens)[..., :length].transpose(1, 2)  # [B, l, G]
+        parents, nodes = merged(grams), grams.flatten(1)  # [B, l G] each
         if length < self.num_tokens:
-            return DraftTree(nodes, parents, depth=grams.shape[2])
+            return DraftTree(nodes, parents, depth=grams.shape[1])
         behind = self.guesses[:, 1:].transpose(1, 2).flatten(1)  # [B, W (L - 1)]
         window = _window_parents(self.levels, self.positions, parents.shape[1], nodes.device).expand(len(nodes), -1)
         nodes = torch.cat([nodes, self.guesses[:, 0], behind], 1)  # [B, m]
@@ -127,29 +123,18 @@ class LookaheadSession(TableSession):
         grown = torch.cat([self.guesses[:, 1:], new[:, None]], 1)  # [B, L, W], behind each first guess
         if self.table.shape[1]:
             first = torch.where(added[:, None] > 0, self.guesses[:, 0], unread).flatten()  # [B W]
-            self._note(first, grown.transpose(1, 2).flatten(0, 1))
+            grams = grown.transpose(1, 2).flatten(0, 1)  # [B W, L]
+            known = self.table[first]  # [B W, G, L]
+            # the newest is in front; one that is there already moves there
+            newer = torch.cat([grams[:, None], known[:, :-1]], 1)
+            is_same = (known == grams[:, None]).all(-1).long()  # [B W, G]
+            moves = is_same.cumsum(1) == is_same  # up to the old position, or all
+            self.write(first, torch.where(moves[..., None], newer, known))
         shift = cached_arange(self.positions, added.device) + (added[:, None] - 1).clamp(min=0)  # [B, W]
         self._keep(grown.gather(2, (shift % self.positions)[:, None].expand_as(grown)))
 
     def _keep(self, guesses: Tensor) -> None:
         self.guesses = self.view.held("lookahead.guesses", guesses)
-
-    def _note(self, first: Tensor, grams: Tensor) -> None:
-        """Put n-grams [n, L] in front of those of their first tokens [n]; one that is there already moves there."""
-        known = self.table[first]  # [n, G, L]
-        newer = torch.cat([grams[:, None], known[:, :-1]], 1)
-        is_same = (known == grams[:, None]).all(-1).long()  # [n, G]
-        moves = is_same.cumsum(1) == is_same  # up to the old position, or all
-        self.write(first, torch.where(moves[..., None], newer, known))
-
-
-def _merged(grams: Tensor) -> Tensor:
-    """Return the parents [B, G l] of candidates [B, G, l] that begin alike: the first of them goes on for all."""
-    same = (grams[:, :, None] == grams[:, None]).long().cumprod(-1)  # [B, G, G, l]
-    first = same.argmax(2)  # [B, G, l], the first candidate that agrees so far
-    length = grams.shape[2]
-    before = first[..., :-1] * length + cached_arange(length - 1, grams.device)  # its node one level up
-    return torch.nn.functional.pad(before, (1, 0), value=-1).flatten(1)
 
 
 @made_once

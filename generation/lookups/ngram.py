@@ -13,7 +13,7 @@ from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
-from .base import LookUpDrafter
+from .base import LookUpDrafter, merged
 
 
 class NgramDrafter(LookUpDrafter):
@@ -28,9 +28,6 @@ class NgramDrafter(LookUpDrafter):
         longest: Tokens of the longest n-gram to look for.
         num_tokens: The most tokens to draft, unless `num_assistant_tokens` says otherwise.
         branches: Matches to draft from.
-
-    Raises:
-        ValueError: A value below 1.
 
     Example:
         >>> drafter = NgramDrafter().attach(model)
@@ -63,23 +60,19 @@ class NgramSession(DraftSession):
 
     The host knows the lengths of drafts as well as the device; where shapes are fixed, drafts are as long as any may
     be, and `num_nodes` counts.
-
-    Attributes:
-        reach: The length of every sequence's next draft, 0 where it has ended; empty where shapes are fixed.
-        reach_on_device: [B] int64, the same; None before the first draft.
-        has_draft: [B] bool, whether the newest draft has tokens.
     """
 
     takes_fixed = True
-    has_draft: Tensor
+    has_draft: Tensor  # [B] bool, whether the newest draft has tokens
+    reach_on_device: Tensor | None = None  # [B] int64, the length of every next draft; None before the first
 
     def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
         self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
         self.options = options
         # a schedule that measures tries its own lengths
         self.is_adaptive = options.schedule != "adaptive"
+        # the same as `reach_on_device`, 0 where a sequence has ended; empty where shapes are fixed
         self.is_fixed, self.reach = False, list[int]()
-        self.reach_on_device: Tensor | None = None
 
     def begin(self, outputs: object, view: CacheView) -> None:
         self.view, self.is_fixed = view, view.is_fixed
@@ -118,7 +111,7 @@ class NgramSession(DraftSession):
         counts = torch.where(self.has_draft, branches * self.reach_on_device.clamp(max=length), 0)
         if branches == 1:
             return DraftTree.chain(drafts, num_nodes=counts)
-        return DraftTree(drafts, _merged(drafts.unflatten(1, (length, branches))), depth=length, num_nodes=counts)
+        return DraftTree(drafts, merged(drafts.unflatten(1, (length, branches))), depth=length, num_nodes=counts)
 
     def _held(self, name: str, value: Tensor) -> Tensor:
         return self.view.held(f"ngram.{name}", value) if self.is_fixed else value
@@ -141,13 +134,3 @@ class NgramSession(DraftSession):
             following = torch.nn.functional.pad(ids[:, 1:], (0, 1)).clamp(max=size - 1)  # [B, W]
             length = torch.where(allowed.gather(1, following), length, 0)
         return torch.where(length > 0, length * width + steps, 0)
-
-
-def _merged(drafts: Tensor) -> Tensor:
-    """Return parents [B, length * branches] that let branches [B, length, branches] share their common beginnings."""
-    length, count = drafts.shape[1:]
-    same = (drafts[..., None] == drafts[:, :, None]).cumprod(1)  # [B, length, branch, other]: equal up to here
-    first = same.argmax(-1)  # the first branch with this beginning
-    node = first + count * cached_arange(length, drafts.device)[:, None]  # [B, m, branches]
-    # -1, the bonus token, before the first level
-    return torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=-1).flatten(1)

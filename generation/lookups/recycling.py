@@ -38,9 +38,6 @@ class RecyclingDrafter(TableDrafter):
         num_tokens: The longest path, unless `num_assistant_tokens` says otherwise.
         total_tokens: Size of the block, the last verified token included; `draft_tree=` sets another tree for a call.
 
-    Raises:
-        ValueError: A value out of range.
-
     Example:
         >>> drafter = RecyclingDrafter().attach(model)
         >>> out = model.generate(**inputs, assistant_model=drafter)

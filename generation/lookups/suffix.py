@@ -61,9 +61,6 @@ class SuffixDrafter(LookUpDrafter):
             together as many again: those that were used least recently go first.
         read_only: Calls without a scope draft from the text that was added (`add`), and add none.
 
-    Raises:
-        ValueError: A value out of range.
-
     Example:
         >>> drafter = SuffixDrafter().attach(model, default=True)
         >>> out = model.generate(**inputs, num_return_sequences=8, do_sample=True)

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
-PACKED = "packed_for_groups"
-"""Attribute of a `model_mask`: its forms for grouped queries, made by the first layer for all."""
+PACKED = "packed_for_groups"  # attribute of a `model_mask`: its forms for grouped queries, made by the first layer
 
 
 def check_attention(config: PreTrainedConfig, needing: str) -> None:
@@ -46,8 +45,8 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
+# attribute of a mask [1, 1, N, N]: the first token of every block, the one behind its last, and its own mask
 _BLOCKS = "blocks_of_documents"
-"""Attribute of a mask [1, 1, N, N]: the first token of every block, the one behind its last, and its own mask."""
 _SHORT = 64  # tokens up to which documents share a block: a call costs as much as what it would leave out
 
 
@@ -91,8 +90,6 @@ def blocks_of(mask: Tensor | None) -> list[tuple[int, int, Tensor | None]] | Non
 
 
 AttentionMaskInterface.register("sdpa", mask_by_documents)
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 _READ: list[list[object]] = []  # what is read of all that is made once, of every recording that is going on

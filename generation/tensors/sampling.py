@@ -47,11 +47,9 @@ def race_order(weights: Tensor, count: int, generator: torch.Generator | None = 
 
 
 def pick(u: Tensor, probs: Tensor) -> Tensor:
-    """Return the inverse-CDF picks: the first possible token whose cumulative probability exceeds u.
+    """Return the inverse-CDF picks: the first possible token whose cumulative probability exceeds u [...] in [0, 1).
 
-    Args:
-        u: [...] in [0, 1).
-        probs: [..., v] probabilities; where rounding leaves u beyond their sum, the last possible token is picked.
+    Where rounding leaves u beyond the sum of probs [..., v], the last possible token is picked.
     """
     cumulative = probs.double().cumsum(-1)  # [..., v]
     index = torch.searchsorted(cumulative, u.double()[..., None].contiguous(), right=True)[..., 0]  # [...]
@@ -59,13 +57,9 @@ def pick(u: Tensor, probs: Tensor) -> Tensor:
 
 
 def interval(token: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the uniforms [low, high) that pick a token, [...] float64.
+    """Return the uniforms [low, high) that pick a token [...] of probs [..., v], [...] float64.
 
     The last possible token's interval ends at 1, an impossible token's is empty.
-
-    Args:
-        token: [...] int64.
-        probs: [..., v] probabilities.
     """
     cumulative = probs.double().cumsum(-1)  # [..., v]: F up to every token
     before = cumulative.gather(-1, (token - 1).clamp(min=0)[..., None])[..., 0]  # [...]
@@ -121,11 +115,8 @@ def philox(counters: Tensor, keys: Tensor) -> Tensor:
 def stream_uniforms(streams: Tensor, start: int, count: int, purpose: int = 0) -> Tensor:
     """Return uniforms `start` .. `start + count - 1` of streams, [B, count] float32 in [0, 1), multiples of 2^-24.
 
-    Args:
-        streams: [B, 2] int64: a seed of 64 bits, and the number (of 32 bits) of one of its streams.
-        start: First position.
-        count: Positions.
-        purpose: Streams of different purposes are independent.
+    `streams` [B, 2] are a seed of 64 bits, and the number (of 32 bits) of one of its streams. Those of different
+    purposes are independent.
     """
     device = streams.device
     blocks = torch.arange(start // 4, (start + count + 3) // 4, device=device).expand(len(streams), -1)

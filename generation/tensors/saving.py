@@ -52,14 +52,10 @@ def whole_directory(
     """Yield a directory to write into, whose files are the new version of `target` once all of them are complete.
 
     It is a temporary one in `target`, or `target` itself where that is within a temporary directory. Files of the same
-    names are replaced, others stay.
-
-    Args:
-        target: The directory.
-        variant: As for `save_pretrained`: weights of an earlier save of this variant are removed, when others came.
-        replaced: Patterns of further files of an earlier save that are removed where this one has none.
-        updated: Names of files that whoever writes may read and change: they are copied into the temporary directory.
-        in_place: Yield `target` itself: all processes write torch's distributed checkpoints into one directory.
+    names are replaced, others stay; of an earlier save, weights of this `variant` and further files of the patterns
+    `replaced` are removed where this one has none. Files that whoever writes may read and change are `updated`: they
+    are copied into the temporary directory. `in_place` yields `target` itself: all processes write torch's distributed
+    checkpoints into one directory.
     """
     target = Path(target).absolute()
     if target.is_file():
@@ -182,8 +178,7 @@ def _move(path: Path, to: Path) -> None:
         path.replace(to)
 
 
-def _order(name: Path) -> tuple[bool, int, int]:
-    """Return what files are sorted by that arrive: keys behind others, config.json as the last."""
+def _order(name: Path) -> tuple[bool, int, int]:  # files that arrive: keys behind others, config.json as the last
     is_key = name.name in _KEYS
     return is_key, -len(name.parts), _KEYS.index(name.name) if is_key else 0
 

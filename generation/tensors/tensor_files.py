@@ -25,10 +25,9 @@ from .saving import OF_FILES, unusable
 Tensors = dict[str, Tensor]  # tensors by name
 Fields = dict[str, Any]  # fields of a JSON file
 Value = TypeVar("Value")
-Names = Sequence[tuple[str, str]]
-"""Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
+Names = Sequence[tuple[str, str]]  # templates (in another layout, here) of names, with fields like `{k}`: see `renamed`
+# arguments of `from_pretrained` that locate files
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
-"""Arguments of `from_pretrained` that locate files."""
 _MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")  # names of files without a directory or a drive
 _MOST_SETTINGS, _MOST_ALIASES = 1 << 20, 16  # bytes and aliases of settings in YAML

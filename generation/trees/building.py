@@ -20,8 +20,7 @@ from ..contract import DraftTree, taken
 from ..tensors.masks import cached_arange, made_once
 from ..tensors.sampling import race_order
 
-_RANKS = 1 << 31
-"""More ranks than any vocabulary has."""
+_RANKS = 1 << 31  # more than any vocabulary has
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -86,13 +85,9 @@ def dynamic_tree(
     no child comes without its parent. JetSpec's trees (`best_first`) hold all children of a node, or none: those of b,
     then of the best node whose children are not there yet, until the tree is full.
 
-    Args:
-        log_probs: [B, V] of the first token.
-        expand: Returns log-probabilities [B, k, V].
-        depth: Calls of `expand`; paths are one longer.
-        top_k: Children per node, and nodes in the frontier.
-        total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
-        best_first: See above.
+    `log_probs` [B, V] are those of the first token; `expand` returns those of the next ones, [B, k, V], and is called
+    `depth` times: paths are one longer. The block has `total_tokens`, b included; a tree that cannot grow so big is
+    smaller.
     """
     check_size(depth, top_k, total_tokens)
     children = min(top_k, log_probs.shape[-1])
@@ -155,14 +150,9 @@ def drawn_tree(
     draws that are worth most, by the chance that their path is accepted (`_chance_accepted`), decide how many each
     frontier node makes. The frontier, the nodes of the level that are worth most, may depend on all draws before.
 
-    Args:
-        distribution: [B, v] probabilities of the first token, as they are to be sampled.
-        expand: Returns probabilities [B, k, v], as they are to be sampled.
-        depth: Calls of `expand`; paths are one longer.
-        top_k: The most children per node, and nodes in the frontier.
-        total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
-        generator: Source of randomness.
-        columns: [v] int64, the tokens that the columns of distributions stand for. None: column i is token i.
+    `distribution` [B, v] of the first token, and those [B, k, v] that `expand` returns, are as they are to be sampled;
+    `columns` [v] int64 are the tokens that their columns stand for (None: column i is token i). A node has at most
+    `top_k` children; `depth` and `total_tokens` are as for `dynamic_tree`.
     """
     check_size(depth, top_k, total_tokens)
     width = min(top_k, distribution.shape[-1])
@@ -246,11 +236,9 @@ def ranked_tree(
 ) -> DraftTree:
     """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th token below its parent.
 
-    Args:
-        choices: The paths of all nodes as ranks, counted from 0.
-        log_probs: [B, V] of the first token, or any scores that rank it.
-        expand: Returns the same [B, k, V] for the frontier, which is the nodes that have children.
-        best: From scores [B, k, V] and a number to so many tokens [B, k, number], the best first.
+    `choices` are the paths of all nodes as ranks, counted from 0; `log_probs` [B, V] of the first token may be any
+    scores that rank it, as those [B, k, V] of `expand` for the frontier, which is the nodes that have children. `best`
+    goes from scores and a number to so many tokens [B, k, number], the best first.
     """
     parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.shape[-1], log_probs.device)
     batch, scores, tokens = len(log_probs), log_probs[:, None], []
@@ -262,19 +250,12 @@ def ranked_tree(
 
 
 class _Level(NamedTuple):
-    """One level of a fixed shape, on a device.
+    """One level of a fixed shape, on a device."""
 
-    Attributes:
-        width: Ranks in use.
-        slots: [n] the index of each node's token among the `width` most likely of every frontier node.
-        inner: [k] the nodes that have children, counted in the level: the next frontier.
-        before: [k] the indices of their parents in this level's own frontier, -1 for b.
-    """
-
-    width: int
-    slots: Tensor
-    inner: Tensor
-    before: Tensor
+    width: int  # ranks in use
+    slots: Tensor  # [n] the index of each node's token among the `width` most likely of every frontier node
+    inner: Tensor  # [k] the nodes that have children, counted in the level: the next frontier
+    before: Tensor  # [k] the indices of their parents in this level's own frontier, -1 for b
 
 
 @made_once
@@ -298,11 +279,7 @@ def _plan(choices: tuple[tuple[int, ...], ...], size: int, device: torch.device)
 
 
 def static_tree(choices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return parents [m] int64, -1 for b, and ranks [m] int64 of rank paths, sorted by length and then by path.
-
-    Raises:
-        ValueError: A path whose parent is missing, or that is there twice.
-    """
+    """Return parents [m] int64, -1 for b, and ranks [m] int64 of rank paths, sorted by length and then by path."""
     paths = _sorted_paths(choices)
     number = {path: node for node, path in enumerate(paths)} | {(): -1}
     return torch.tensor([number[path[:-1]] for path in paths]), torch.tensor([path[-1] for path in paths])

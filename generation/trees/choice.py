@@ -26,14 +26,11 @@ from ..call.sequences import Speculation
 from ..drafter import BaseDrafter
 from .growth import DEEPEST
 
-_LENGTHS, _SIZES = (1, 2, 4, DEEPEST), ((4, 16), (8, 48))
-"""Lengths of chains; and children per node and nodes of wider trees, b included."""
-_TOKENS, _FEWEST = 12, 4
-"""Tokens of a trial, and the fewest that tell anything."""
-_GAIN = 0.97
-"""A wider tree must be faster by this factor, beyond what clocks vary."""
-_LEAST = 8
-"""Tokens that must fit after the prompt: shorter outputs tell nothing, and a tree of the usual size is drafted."""
+_LENGTHS = 1, 2, 4, DEEPEST  # of chains
+_SIZES = (4, 16), (8, 48)  # children per node and nodes of wider trees, b included
+_TOKENS, _FEWEST = 12, 4  # tokens of a trial, and the fewest that tell anything
+_GAIN = 0.97  # a wider tree must be faster by this factor, beyond what clocks vary
+_LEAST = 8  # tokens that must fit after the prompt: shorter outputs tell nothing, and a usual tree is drafted
 Tree = dict[str, int]
 Trial = Callable[[Tree], Speculation | None]
 """From a tree to the statistics of a short output; None where it ends too soon to tell."""
@@ -65,19 +62,15 @@ def choose_tree(
 
     # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials
     is_possible = may_try and left >= _LEAST and not common.get("synced_gpus")
-    with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
-        _reseed(prompt.device)
+    device = prompt.device
+    generators = [torch.default_generator, *([torch.cuda.default_generators[device.index]] if prompt.is_cuda else [])]
+    with torch.random.fork_rng([device] if prompt.is_cuda else []):
+        for generator in generators:  # the call's text must not depend on what was chosen by its numbers
+            generator.manual_seed((generator.initial_seed() + 1) % 2**63)
         chosen = fastest_tree(trial, longest) if is_possible else None
     if chosen is not None:
         drafter.tree_choices[do_sample] = chosen
     return drafter.prepare_tree(replace(options, draft_tree=chosen or {}), config)
-
-
-def _reseed(device: torch.device) -> None:
-    """Give torch's generators other numbers than the call's, whose text must not depend on what was chosen by them."""
-    others = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
-    for generator in (torch.default_generator, *others):
-        generator.manual_seed((generator.initial_seed() + 1) % 2**63)
 
 
 def fastest_tree(trial: Trial, longest: int) -> Tree | None:

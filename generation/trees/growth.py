@@ -14,11 +14,10 @@ from ..call.options import DraftOptions, draft_probs
 from ..contract import DraftTree, taken
 from .building import check_size, drawn_tree, dynamic_tree, frontier_size, ranked_tree, static_tree
 
+# a tree where `draft_tree` leaves something open (EAGLE-2's evaluation)
 _DEFAULTS: Kwargs = {"depth": 5, "top_k": 10, "total_tokens": 60}
-"""A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
 _KEYS = (*_DEFAULTS, "best_first")
-DEEPEST = 8
-"""The longest path that is tried, in tokens."""
+DEEPEST = 8  # tokens of the longest path that is tried
 
 
 class Growth(Protocol):
@@ -92,18 +91,11 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
 
 
 def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | None, int]:
-    """Return the complete options of a tree of drafts, and the length of its longest path.
+    """Return the complete options of a tree of drafts, and the length of its longest path, which has a bound.
 
-    A tree of one child per node is a chain, which is drawn and verified faster than a tree: it has no options.
-
-    Args:
-        tree: `draft_tree`: any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than
-            `depth`, and `best_first` (`dynamic_tree`); or the rank paths of a tree of fixed shape, as a list or as
-            `{"choices": list}`.
-        longest: The most tokens that a path may have; None: any number.
-
-    Raises:
-        ValueError: Other keys, a value out of range, or a tree that is deeper than the drafter.
+    `draft_tree` is any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than `depth`, and
+    `best_first` (`dynamic_tree`); or the rank paths of a tree of fixed shape, as a list or as `{"choices": list}`. A
+    tree of one child per node is a chain, which is drawn and verified faster than a tree: it has no options.
     """
     if isinstance(tree, Sequence) and not isinstance(tree, str):
         tree = {"choices": tree}
@@ -121,9 +113,7 @@ def _fixed(tree: Kwargs) -> tuple[Kwargs, int]:
     choices = tree["choices"]
     is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
     if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
-        raise ValueError(
-            f"draft_tree: {choices!r} must be a list of paths of at least one rank, such as [(0,), (0, 0)]"
-        )
+        raise ValueError(f"draft_tree: {choices!r} must be a list of paths of ranks, such as [(0,), (0, 0)]")
     choices = [tuple(path) for path in choices]
     static_tree(choices)  # refuses what is no tree
     return {"choices": choices}, max(map(len, choices))

@@ -20,8 +20,8 @@ from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, draw_checked, pick
 from .tree_rules import check_rule, verify_drawn_tree
 
+# share of the target that decides where rounding left no residual; far below the precision of what it is added to
 TRACE = 1e-30
-"""Share of the target that decides where rounding left no residual; far below the precision of what it is added to."""
 
 
 def token_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,16 +43,8 @@ def block_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tenso
     """Block verification (Sun et al. 2024, arXiv 2403.10444): never fewer accepted tokens than `token_acceptance`.
 
     With P_i = min(1, P_{i-1} p_i / q_i) and Z_i = sum_x max(0, P_i p_{i+1}(x) - q_{i+1}(x)), prefix i is kept with
-    probability h_i = Z_i / (Z_i + 1 - P_i), and h_m = P_m; the longest kept prefix wins.
-
-    Args:
-        draft: [B, m] int64.
-        q: [B, m, v] probabilities.
-        p: [B, m + 1, v] probabilities.
-
-    Returns:
-        accept [B, m]: h_i, each tested by an independent uniform.
-        residual [B, m + 1, v]: distribution of the added token when s drafts are accepted.
+    probability h_i = Z_i / (Z_i + 1 - P_i), and h_m = P_m; the longest kept prefix wins. Arguments and results are
+    those of `token_acceptance`; every h_i is tested by an independent uniform.
     """
     weight = _block_weights(_ratios(draft, q, p))
     scaled = (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0)
@@ -91,22 +83,14 @@ def verify(
     uniforms: Tensor | None = None,
     tests: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw from the distributions of `token_acceptance` or `block_acceptance`.
+    """Draw from the distributions of `token_acceptance` or `block_acceptance`, whose arguments these are.
 
-    Args:
-        draft: [B, m] int64, drawn from `q`.
-        q: [B, m, v] probabilities; None will do for an empty draft.
-        p: [B, m + 1, v] probabilities.
-        rule: `"token"` or `"block"`.
-        generator: Source of randomness.
-        uniforms: [B, m + 1]; where s drafts are accepted, the token is added by inverse CDF of `uniforms[:, s]`, which
-            the draft must not have used.
-        tests: [B, m] uniforms that accept drafts, used for nothing else; None: drawn here.
+    Where s drafts are accepted, the token is added by inverse CDF of `uniforms[:, s]` [B, m + 1], which the draft must
+    not have used; `tests` [B, m] are uniforms that accept drafts, used for nothing else. None: both are drawn here. An
+    empty draft needs no `q`.
 
-    Returns:
-        num_accepted [B] and next_token [B], int64; and the check of `draw_checked` of the added token's distribution,
-        [B] (NaN: it was none); None with `uniforms`.
-
+    Return num_accepted [B] and next_token [B], int64; and the check of `draw_checked` of the added token's
+    distribution, [B] (NaN: it was none); None with `uniforms`.
     """
     # every operation counts here: on an accelerator each is a launch
     check_rule(rule)
@@ -159,14 +143,8 @@ def verify_sampled(
 ) -> VerificationResult:
     """Verify any tree against a sampled target: the emitted tokens have the target's distribution.
 
-    Args:
-        tree: Any tree; where it has no distributions, the target draws a token at every index, and both rules `follow`
-            them.
-        p: [B, m + 1, V] the target's distribution after every index, with all its logits processors.
-        rule: `"token"` or `"block"`.
-        generator: Source of randomness.
-        uniforms: Of chains, see `verify`.
-        tests: Of chains, see `verify`.
+    That is `p` [B, m + 1, V] after every index, with all its logits processors. Where a tree has no distributions, the
+    target draws a token at every index, and both rules `follow` them. `uniforms` and `tests` are for chains (`verify`).
     """
     check_rule(rule)
     if tree.probs is None and uniforms is None:

@@ -30,10 +30,7 @@ from ..tensors.sampling import draw
 def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Tensor, Tensor]:
     """Return the probabilities from which a tree is verified; deterministic tokens count as draws without a choice.
 
-    Args:
-        tree: Any tree.
-        p: [B, m + 1, V] the target's distribution after every index; its dtype is that of all results.
-        rule: `"token"` or `"block"`.
+    `p` [B, m + 1, V] is the target's distribution after every index; its dtype is that of all results.
 
     Returns:
         accept [B, m]: `"token"`: the probability to take node i where its parent is taken and its elder siblings are
@@ -41,9 +38,6 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
             rejected. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a
             deterministic one.
         residual [B, m + 1, V]: distribution of the token that is added where the accepted path ends at index j.
-
-    Raises:
-        ValueError: An unknown rule.
     """
     check_rule(rule)
     small, target = _over_columns(tree, p)
@@ -79,7 +73,9 @@ def _over_tokens(tree: DraftTree, rest: Tensor, target: Tensor, p: Tensor) -> Te
 def _acceptance(tree: DraftTree, p: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """Return `accept` of `tree_acceptance`, and residuals that are 0 where rounding left none."""
     rows, places, tiny = cached_arange(len(p), p.device), tree.parents + 1, torch.finfo(p.dtype).tiny
-    accept, rest, probs = torch.ones_like(p[..., 0]), p.clone(), _own_probs(tree, p.dtype)
+    accept, rest = torch.ones_like(p[..., 0]), p.clone()
+    is_changed = not tree.replacement or tree.deterministic is not None  # below, in a copy
+    probs = None if tree.probs is None else tree.probs.to(p.dtype, copy=is_changed)
     for node in range(tree.tokens.shape[1]):
         here, token = (rows, places[:, node]), tree.tokens[:, node, None]
         weight = accept[here][:, None] if rule == "block" else torch.ones_like(accept[:, :1])
@@ -120,13 +116,22 @@ def verify_drawn_tree(
 def accepted_path(tree: DraftTree, kept: Tensor, rule: str) -> Tensor:
     """Return the path that a rule accepts, [B, m + 1] bool, the indices on it; index 0 always is.
 
-    Args:
-        tree: Any tree.
-        kept: [B, m] bool, independent events of the probabilities that `tree_acceptance` gives for the rule.
-        rule: `"token"`: down to the first child with its event, as long as there is one. `"block"`: to the first such
-            node in post-order.
+    `kept` [B, m] are independent events of the probabilities of `tree_acceptance`. `"token"` goes down to the first
+    child with its event, as long as there is one; `"block"` to the first such node in post-order.
     """
-    return descend(tree, kept) if rule == "token" else _first_in_post_order(tree, kept)
+    if rule == "token":
+        return descend(tree, kept)
+    unwanted = torch.nn.functional.pad(~kept, (1, 0))
+    place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
+    return tree.mask()[cached_arange(len(place), place.device), place]
+
+
+def _post_order(tree: DraftTree) -> Tensor:
+    """Return how many nodes precede each: all below it, and all at and below its and its ancestors' elder siblings."""
+    mask = tree.mask()
+    below = mask.sum(1)
+    before = (elder_siblings(tree) * below[:, None, 1:]).sum(-1)
+    return (mask[:, :, 1:] * before[:, None]).sum(-1) + below - 1
 
 
 def check_rule(rule: str) -> None:
@@ -135,15 +140,8 @@ def check_rule(rule: str) -> None:
         raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
 
 
-def _own_probs(tree: DraftTree, dtype: torch.dtype) -> Tensor | None:
-    """Return the distributions in a dtype, as a copy where verification changes them."""
-    is_changed = not tree.replacement or tree.deterministic is not None
-    return None if tree.probs is None else tree.probs.to(dtype, copy=is_changed)
-
-
 def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tensor) -> Tensor:
-    """Return the distribution [B, V] of a node given its elder siblings, 0 where there is no node; advance `probs` past
-    it."""
+    """Return a node's distribution [B, V] given its elder siblings, 0 where there is none; advance `probs` past it."""
     here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
     if probs is None:
         q = _one_hot(token, p)
@@ -163,18 +161,3 @@ def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tens
 def _one_hot(token: Tensor, p: Tensor) -> Tensor:
     """Return the distributions [B, V] that have nothing but a token [B, 1]."""
     return torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
-
-
-def _first_in_post_order(tree: DraftTree, wanted: Tensor) -> Tensor:
-    """Return the indices [B, m + 1] bool on the way to the first wanted node in post-order, or b."""
-    unwanted = torch.nn.functional.pad(~wanted, (1, 0))
-    place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
-    return tree.mask()[cached_arange(len(place), place.device), place]
-
-
-def _post_order(tree: DraftTree) -> Tensor:
-    """Return how many nodes precede each: all below it, and all at and below its and its ancestors' elder siblings."""
-    mask = tree.mask()
-    below = mask.sum(1)
-    before = (elder_siblings(tree) * below[:, None, 1:]).sum(-1)
-    return (mask[:, :, 1:] * before[:, None]).sum(-1) + below - 1

@@ -23,9 +23,8 @@ from .rules import TRACE, block_surplus, verify_sampled
 class Verifier(Protocol):
     """Verification in one call of `generate`.
 
-    Attributes:
-        rows: [B, m + 1], of the last verification: a number that is NaN or infinite where a row of scores is none to
-            choose from (NaN, +inf, or -inf everywhere); None: nothing looks at them.
+    Of the last one, `rows` [B, m + 1] are NaN or infinite where a row of scores is none to choose from (NaN, +inf, or
+    -inf everywhere); None: nothing looks at them.
     """
 
     rows: Tensor | None = None
@@ -66,17 +65,14 @@ class Verifier(Protocol):
 class GreedyVerifier(Verifier):
     """The target's argmax at every index.
 
-    Args:
-        may_exclude_all: Processors may leave no token, which is an error; of others, plain decoding goes on from that.
-
-    Attributes:
-        takes_infinity: Scores of +inf are right, and -inf everywhere where it is no error: processors made them.
+    Where processors `may_exclude_all` tokens, that is an error; of others, plain decoding goes on from it.
     """
 
     takes_fixed = True
+    takes_infinity = False  # scores of +inf are right, and -inf everywhere where it is no error: processors made them
 
     def __init__(self, may_exclude_all: bool = False) -> None:
-        self.may_exclude_all, self.takes_infinity = may_exclude_all, False
+        self.may_exclude_all = may_exclude_all
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         return self._picks(scores[:, None])[:, 0]
@@ -98,10 +94,7 @@ class GreedyVerifier(Verifier):
 class SampledVerifier(Verifier):
     """The target's distribution at every index; see `rules.verify_sampled`.
 
-    Args:
-        rule: `"block"` (None) or `"token"`.
-        uniforms: The source of all that is random; the added token is picked by the uniform of its position. None:
-            torch's own generator.
+    With `uniforms`, these are the source of all that is random, and the added token is picked by that of its position.
     """
 
     def __init__(self, rule: str | None = None, uniforms: Uniforms | None = None) -> None:
@@ -119,18 +112,18 @@ class SampledVerifier(Verifier):
         if tree.probs is not None:  # what was chosen from no numbers is no draft, and those before it are verified
             tree.probs = tree.probs.nan_to_num(nan=0.0)
         if self.uniforms is None:
-            return race(tree, probs) if is_raced(tree, self.rule) else verify_sampled(tree, probs, self.rule)
+            is_whole_chain = tree.is_chain and tree.num_nodes is None and tree.depth > 0
+            if is_whole_chain and tree.probs is not None and self.rule == "block" and probs.device.type != "cpu":
+                accepted, tokens, check = race_block(tree.tokens, tree.probs, probs)
+                return VerificationResult(accepted, tokens, check=check)
+            return verify_sampled(tree, probs, self.rule)
         uniforms = self.uniforms.current[:, : scores.shape[1]]
         tests = self.uniforms.fresh(tree.tokens.shape[1])
         return verify_sampled(tree, probs, self.rule, uniforms=uniforms, tests=tests)
 
 
 class CoupledVerifier(Verifier):
-    """The target picks with the very uniforms that the draft was made from (PTP paper, Algorithm 1).
-
-    Args:
-        uniforms: One for every output position.
-    """
+    """The target picks with the very uniforms that the draft was made from, one per position (PTP, Algorithm 1)."""
 
     def __init__(self, uniforms: Uniforms) -> None:
         self.uniforms, self.takes_fixed = uniforms, uniforms.stay
@@ -159,21 +152,13 @@ def race_block(
     """Block verification as a race, for accelerators, where random numbers are cheap and every launch counts.
 
     On a processor, which makes random numbers one after the other, one uniform per draft and one for the added token
-    cost less (`rules.verify`). What is emitted has the same distribution.
+    cost less (`rules.verify`). What is emitted has the same distribution. In row i the surplus of every token and a
+    refusal of weight 1 - P_i run for arrivals w / E with E ~ Exp(1). The refusal loses with probability
+    Z_i / (Z_i + 1 - P_i) = h_i, and the first token is then a draw from the residual, whatever the refusal's arrival
+    was. Rows are independent.
 
-    In row i the surplus of every token and a refusal of weight 1 - P_i run for arrivals w / E with E ~ Exp(1). The
-    refusal loses with probability Z_i / (Z_i + 1 - P_i) = h_i, and the first token is then a draw from the residual,
-    whatever the refusal's arrival was. Rows are independent.
-
-    Args:
-        draft: [B, m] int64, m > 0, drawn from `q`.
-        q: [B, m, v] probabilities.
-        p: [B, m + 1, v] probabilities.
-        generator: Source of randomness.
-
-    Returns:
-        num_accepted [B]; tokens [B, m + 1], the accepted drafts and then the added token; and [B], NaN where the
-        target's first row is no distribution.
+    Arguments are those of `rules.verify`, with at least one draft. Return num_accepted [B]; tokens [B, m + 1], the
+    accepted drafts and then the added token; and [B], NaN where the target's first row is no distribution.
     """
     weight, surplus = block_surplus(draft, q, p)
     arrivals = p.new_empty(*p.shape[:2], p.shape[2] + 1).exponential_(generator=generator)
@@ -183,19 +168,6 @@ def race_block(
     accepted = (kept * rows).amax(1)
     torch.where(rows[:-1] < accepted[:, None], draft, tokens[:, :-1], out=tokens[:, :-1])
     return accepted, tokens, best[:, 0]
-
-
-def is_raced(tree: DraftTree, rule: str) -> bool:
-    """Return whether a race verifies the tree: a drawn chain on an accelerator, under the rule `"block"`."""
-    is_drawn_chain = tree.is_chain and tree.probs is not None and tree.num_nodes is None and tree.depth > 0
-    return is_drawn_chain and rule == "block" and tree.tokens.device.type != "cpu"
-
-
-def race(tree: DraftTree, p: Tensor, generator: torch.Generator | None = None) -> VerificationResult:
-    """Return the result of `race_block` for a drawn chain; `p` as in `verify_sampled`."""
-    assert tree.probs is not None
-    accepted, tokens, check = race_block(tree.tokens, tree.probs, p, generator)
-    return VerificationResult(accepted, tokens, check=check)
 
 
 def distribution_of(scores: Tensor) -> Tensor:
@@ -209,22 +181,14 @@ _SEEDS = range(-(2**63), 2**64)
 
 
 class Uniforms:
-    """Uniforms of one call.
+    """Uniforms of one call, from a `table` [B, positions] of the user, or from a `seed` (`seed_streams`).
 
-    Args:
-        rows: B.
-        device: Where they are needed.
-        table: [B, positions] in [0, 1), of the user.
-        seed: An int, of which sequence i reads stream i, or one int per sequence; None: drawn from torch's generator.
-        stay: The uniform of a position is the same in every cycle, whatever is drafted or rejected on the way (coupled
-            verification). Otherwise every cycle draws fresh ones: a speculative rule must not use again what a
-            rejected draft has used.
-
-    Attributes:
-        current: [B, n], of the positions from the next one on, of the last `draw`.
+    Where they `stay`, the uniform of a position is the same in every cycle, whatever is drafted or rejected on the way
+    (coupled verification). Otherwise every cycle draws fresh ones: a speculative rule must not use again what a
+    rejected draft has used.
     """
 
-    current: Tensor
+    current: Tensor  # [B, n], of the positions from the next one on, of the last `draw`
 
     def __init__(
         self,
@@ -234,7 +198,7 @@ class Uniforms:
         seed: int | Sequence[int] | None = None,
         stay: bool = True,
     ) -> None:
-        self.stay, self.device = stay, device
+        self.stay = stay
         streams = seed_streams(seed, rows)
         self.positions = _Stream(streams, _POSITIONS, device, table)
         self.others = _Stream(streams, _FRESH, device)
@@ -283,9 +247,6 @@ def seed_streams(seed: int | Sequence[int] | None, rows: int) -> Tensor:
 
     Of an int, sequence i reads stream i; of one int per sequence, each reads stream 0 of its own, so that it has the
     same output in any batch; None: an int from torch's global generator.
-
-    Raises:
-        ValueError: Anything but whole numbers of 64 bits, or another number of them than there are sequences.
     """
     if seed is None:
         seed = int(torch.randint(2**62, ()))
@@ -293,16 +254,9 @@ def seed_streams(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     seeds = found.tolist() if hasattr(found, "tolist") else found  # tensors, and the numbers and arrays of numpy
     is_one = not isinstance(seeds, (list, tuple))
     numbers = [seeds] if is_one else list(seeds)
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or number not in _SEEDS:
-            raise ValueError(f"seed={seed!r} must be a whole number of 64 bits, or a list of one per row")
-    if is_one:
-        return torch.tensor([[_signed(numbers[0]), row] for row in range(rows)])
-    if len(numbers) != rows:
+    if any(isinstance(each, bool) or not isinstance(each, int) or each not in _SEEDS for each in numbers):
+        raise ValueError(f"seed={seed!r} must be a whole number of 64 bits, or a list of one per row")
+    if not is_one and len(numbers) != rows:
         raise ValueError(f"seed has {len(numbers)} numbers, but there are {rows} rows: give one int, or one per row")
-    return torch.tensor([[_signed(number), 0] for number in numbers])
-
-
-def _signed(seed: int) -> int:
-    """Return the same 64 bits as int64."""
-    return (seed + 2**63) % 2**64 - 2**63
+    signed = [(number + 2**63) % 2**64 - 2**63 for number in numbers]  # the same 64 bits as int64
+    return torch.tensor([[signed[0], row] for row in range(rows)] if is_one else [[number, 0] for number in signed])

@@ -6,7 +6,8 @@ That it draws from the distributions of block verification is tested with `verif
 import torch
 
 from tokenahead.generation.contract import DraftTree
-from tokenahead.generation.verification.verifiers import SampledVerifier, is_raced, race_block
+from tokenahead.generation.verification import verifiers
+from tokenahead.generation.verification.verifiers import SampledVerifier, race_block
 
 
 def rows(batch: int, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,13 +35,17 @@ def test_a_race_leaves_its_inputs_alone_and_uses_its_generator_only():
     assert not torch.equal(runs[0][1], runs[2][1])
 
 
-def test_drawn_chains_are_raced_on_accelerators_alone():
+def test_drawn_chains_are_raced_on_accelerators_alone(monkeypatch):
     draft, q, p = rows(4, 3, 6)
     there = [tensor.to("meta") for tensor in (draft, q)]
-    assert is_raced(DraftTree.chain(*there), "block") and not is_raced(DraftTree.chain(draft, q), "block")
-    assert not is_raced(DraftTree.chain(*there), "token") and not is_raced(DraftTree.chain(there[0]), "block")
-    raced = SampledVerifier().verify(DraftTree.chain(*there), p.log().to("meta"))
+    races = []
+    monkeypatch.setattr(verifiers, "race_block", lambda *args: races.append(args) or race_block(*args))
     here = SampledVerifier().verify(DraftTree.chain(draft, q), p.log())
+    for verifier, tree in ((SampledVerifier("token"), there), (SampledVerifier(), there[:1])):
+        verifier.verify(DraftTree.chain(*tree), p.log().to("meta"))
+    assert not races
+    raced = SampledVerifier().verify(DraftTree.chain(*there), p.log().to("meta"))
+    assert len(races) == 1
     for name in ("num_accepted", "tokens"):
         one, other = getattr(raced, name), getattr(here, name)
         assert one.shape == other.shape and one.dtype == other.dtype

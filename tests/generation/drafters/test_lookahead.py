@@ -66,7 +66,7 @@ def test_blocks_are_n_grams_and_guesses_that_the_backbone_corrects(cycles):
             whole, fresh = whole + 1, {}
             for row, (token, tokens, above) in enumerate(zip(last, drafts, parents)):
                 paths = [path_to(node, tokens, above) for node in range(len(tokens))]
-                ends = [paths[(rank + 1) * levels - 1] for rank in range(CANDIDATES)]
+                ends = [paths[(levels - 1) * CANDIDATES + rank] for rank in range(CANDIDATES)]
                 assert ends == known[token]
                 first, begun = guesses[row][0], levels * CANDIDATES
                 columns = []

@@ -138,6 +138,20 @@ def test_the_reference_documents_the_parameters_of_signatures(caplog):
     assert shown and [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+def test_an_environment_begins_with_a_torch_for_processors():
+    """Else pip brings gigabytes of CUDA; of the version in constraints.txt, or pip brings another one after it."""
+    (torch,) = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    first = f"    pip install {torch} --index-url https://download.pytorch.org/whl/cpu"
+    blocks = [
+        lines[number + 1 :]
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for lines in [page.read_text(encoding="utf-8").splitlines()]
+        for number, line in enumerate(lines)
+        if "python3 -m venv" in line
+    ]
+    assert len(blocks) == 4 and all(block[0].startswith(first) for block in blocks)
+
+
 def test_every_page_is_in_the_navigation():
     pages = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2])
     assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])

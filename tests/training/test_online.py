@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.families import family_model
@@ -229,6 +230,25 @@ online.save(folder)
 online.load(folder)
 save_file({name: tensor.clone() for name, tensor in drafter.state_dict().items()}, f"{folder}/{rank}.safetensors")
 """
+
+
+def test_processes_with_the_same_rollouts_learn_what_one_learns(monkeypatch):
+    losses, learned = [], []
+    for processes in (1, 2):
+        model = policy()
+        torch.manual_seed(0)
+        online = OnlineDrafterTraining(MAKERS["heads"](model), learning_rate=1e-2)
+        rollout(model, online.drafter)
+        with monkeypatch.context() as patch:
+            if processes == 2:
+                patch.setattr(distributed, "is_initialized", lambda: True)
+                patch.setattr(distributed, "all_reduce", lambda sums: sums.mul_(2))
+                patch.setattr(distributed, "broadcast", lambda tensor, source: None)
+            losses.append([online.update() for _ in range(2)])
+        learned.append(online.drafter.state_dict())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name, tensor in learned[0].items():
+        torch.testing.assert_close(tensor, learned[1][name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.nightly

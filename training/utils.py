@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -105,7 +106,7 @@ def one_line(error: BaseException) -> str:
 def without_directories(name: str) -> str:
     """Return a name as a card shows it: of a path of this machine, what comes last."""
     path = Path(name).expanduser()
-    is_here = path.is_absolute() or path.exists() or name.startswith(".")
+    is_here = path.is_absolute() or name.startswith(".") or os.path.exists(path)  # noqa: PTH110 - a name may be too long
     return path.name or path.resolve().name if is_here else name
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.every_model import llama
 from tokenahead import MTPHeads
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card
-from tokenahead.training.utils import escaped, visible
+from tokenahead.training.utils import escaped, shown_word, visible
 
 ROW = dict(
     name="greedy", do_sample=False, backbone_calls=5, new_tokens=20, seconds=1.0, plain_seconds=2.0, identical=True
@@ -114,3 +114,8 @@ def test_fences_are_longer_than_what_they_hold(heads):
 def test_hidden_characters():
     assert visible("a\x1b\u202eb\n\tc\u200d") == "ab\n\tc\u200d"
     assert escaped("a\x1b[31m\u202e\nü") == "a\\x1b[31m\\u202e\\nü"
+
+
+def test_a_long_word_of_a_command_is_no_path():
+    word = "ngram=" + "n" * 300
+    assert shown_word(word) == word

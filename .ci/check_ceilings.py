@@ -31,8 +31,10 @@ def sources() -> dict[str, str]:
 
 def room_of(path: str) -> str:
     """Return the room of a product file: its folder of the first two levels; of other files: the first level."""
-    parts = path.split("/")[:-1] or ["tokenahead"]  # the console script's module stands beside the package
-    return "/".join(parts[:2]) if parts[0] in PRODUCT else parts[0]
+    if path == "tokenahead_command.py":  # the console script's module stands beside the package
+        return "tokenahead"
+    parts = path.split("/")[:-1]
+    return "/".join(parts[:2]) if parts and parts[0] in PRODUCT else parts[0] if parts else "."
 
 
 def kinds_of(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -133,7 +133,7 @@ class BaseDrafter:
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length."""
-        for name in options.extra.keys() - self.own_options:
+        for name in sorted(options.extra.keys() - self.own_options):
             kind = _KINDS.get(name, "parallel token prediction")
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
         if options.draft_tree is None:

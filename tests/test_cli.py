@@ -93,6 +93,13 @@ def test_words_are_read_as_the_options_say():
     assert (bench.output, bench.device) == (Path("o"), "cpu")
 
 
+def test_a_missing_extra_is_named_with_its_command(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "import_module", lambda *names: __import__("no_such_package"))
+    for command in ("lm-eval", "regenerate"):
+        code, line = error_of(capsys, command)
+        assert code == 1 and f"tokenahead {command} needs 'no_such_package'" in line
+
+
 WRONG = {
     "demo --seconds x": "--seconds",
     "demo --batch-size 0": "--batch-size: '0'",

@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None, enter: Callable[[], object] = lambda
         raise SystemExit(1) from None
 
 
-def _command(home: str) -> Callable[..., int]:
-    """Return what runs MODULE[.FUNCTION] of `training.commands`."""
-    module, _, function = home.partition(".")
+def _command(name: str, home: str = "") -> Callable[..., int]:
+    """Return what runs a command: MODULE[.FUNCTION] of `training.commands`, or `main` of the module of its name."""
+    module, _, function = (home or name).partition(".")
 
     def run(given: object) -> int:
-        with needs_extra(_EXTRAS.get(module, "demo"), f"tokenahead {module}"):
+        with needs_extra(_EXTRAS.get(module, "demo"), f"tokenahead {name}"):
             command = import_module(f".training.commands.{module}", __package__)
         from transformers.utils import logging
 
@@ -136,8 +136,8 @@ _COMMANDS: dict[str, tuple[type | None, Callable[..., int], str]] = {
     "verify": (requests.VerifyRequest, _command("verify"), "say whether decoding functions keep their model's text"),
     "card": (requests.CardRequest, _card, "write the card of a model or drafter, with results of `tokenahead bench`"),
     "train": (None, _command("train"), "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
-    "regenerate": (None, _command("train.write_answers"), "let a backbone, or a server, write the answers to train on"),
-    "features": (None, _command("train.write_states"), "store the states of a frozen backbone to train on"),
-    "lm-eval": (None, _command("harness"), "the tasks of lm-eval (its own arguments), written with drafts"),
+    "regenerate": (None, _command("regenerate", "train.write_answers"), "let a backbone or server write what to train on"),
+    "features": (None, _command("features", "train.write_states"), "store the states of a frozen backbone to train on"),
+    "lm-eval": (None, _command("lm-eval", "harness"), "the tasks of lm-eval (its own arguments), written with drafts"),
 }
 """Request (None: the command reads its own arguments), what runs it, and help."""

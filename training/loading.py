@@ -30,7 +30,7 @@ from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
 
 _ADAPTERS, _CONFIG = "adapter_config.json", "config.json"
-_OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
+_BESIDE = ["*.json", "*.jinja", "*.model", "*.txt"]  # of the heads and the tokenizer
 """The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
 
 
@@ -155,7 +155,9 @@ def trained_backbone(heads: str | PathLike) -> Path | None:
     if not directory.is_dir() and is_hub_name(heads):
         try:
             name, ignored = str(heads), "*checkpoint*/*"
-            directory = Path(snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns=ignored))
+            directory = Path(snapshot_download(name, allow_patterns=f"{BACKBONE}/*", ignore_patterns=ignored))
+            if (directory / BACKBONE).is_dir():
+                snapshot_download(name, allow_patterns=_BESIDE, ignore_patterns=ignored)
         except LocalEntryNotFoundError:  # neither the Hub nor an entry in the cache
             return None
     directory /= BACKBONE

@@ -70,12 +70,13 @@ class StrictLoadingMixin:
         """Refuse a directory or repository whose config.json, if `config` is none, names another architecture."""
         if name is None or isinstance(config, PreTrainedConfig):
             return
-        fields, expected = stored_fields(config or name, **hub), cls.config_class.model_type
-        if (actual := fields.get("model_type")) == expected:
-            return
-        if config is None and _recognises(cls, name, fields, hub):
-            raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
-        if actual is not None:
+        expected, is_folder = cls.config_class.model_type, config is None and Path(name).is_dir()
+        if is_folder and hasattr(cls, "from_official"):  # not every such layout has a config.json
+            fields = stored_fields(name)
+            if fields.get("model_type") not in stored_kinds() and cls.recognises(name, fields, hub):
+                raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
+        actual = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
+        if actual not in (None, expected):
             other = f"; load it with {kind.__name__}.from_pretrained" if (kind := stored_kinds().get(actual)) else ""
             raise ValueError(f"{name}: model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}{other}")
 

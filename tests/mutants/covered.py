@@ -10,7 +10,7 @@ import coverage
 import pytest
 
 FOLDER = Path(os.environ["MUTANTS_FOLDER"])
-_ROOMS = [str(Path.cwd() / room) for room in ("generation", "modeling", "training")]
+_ROOMS = [str(Path.cwd() / room) for room in ("generation", "modeling", "training", "tokenahead/experimental")]
 _COVERAGE = coverage.Coverage(str(FOLDER / "lines"), data_suffix=True, source=_ROOMS, config_file=False)
 _COVERAGE.start()
 

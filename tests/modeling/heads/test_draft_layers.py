@@ -126,7 +126,7 @@ def test_the_backbone_learns_nothing_and_only_adapters_are_saved(tmp_path):
 def test_refusals():
     for options, message in [
         (dict(draft_layers=9), "draft_layers=.*9.*3"),
-        (dict(draft_layers=1, head_type="layer"), "decoder layers"),
+        (dict(draft_layers=1, head_type="layer"), "draft_layers=1"),
         (dict(draft_layers=-1), "draft_layers=.*1.*0"),
     ]:
         with pytest.raises((ValueError, StrictDataclassError), match=message):

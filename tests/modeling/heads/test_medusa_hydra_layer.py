@@ -163,7 +163,7 @@ def test_losses_are_weighed_taught_and_balanced_as_defined():
 
 def test_contradictory_options_are_refused_by_name():
     for options, message in [
-        ({"head_type": "medusa", "mix": "weighted"}, "mix=none"),
+        ({"head_type": "medusa", "mix": "weighted"}, "mix=weighted"),
         ({"head_type": "layer", "num_blocks": 2}, "num_blocks=.*2"),
         ({"head_type": "medusa", "loss_options": {"weights": [1.0]}}, "one entry per depth"),
         ({"head_type": "hydra", "arch": "eagle-attn"}, "arch='eagle-attn'"),

@@ -321,7 +321,7 @@ def test_no_drafter_has_read_the_answer_in_another_unit(folders):
         drafted.append([line.drafted for line in lines])
         for restore in bench.restore_points:
             restore()
-        assert not any(map(any, (methods[1].drafter.counts.flat(), methods[2].drafter.drafters[0].counts.flat())))
+        assert not any(map(any, (methods[1].drafter.table.texts(), methods[2].drafter.drafters[0].table.texts())))
     assert drafted[0] == drafted[1] and any(map(len, drafted[0]))
 
 

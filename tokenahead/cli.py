@@ -136,7 +136,11 @@ _COMMANDS: dict[str, tuple[type | None, Callable[..., int], str]] = {
     "verify": (requests.VerifyRequest, _command("verify"), "say whether decoding functions keep their model's text"),
     "card": (requests.CardRequest, _card, "write the card of a model or drafter, with results of `tokenahead bench`"),
     "train": (None, _command("train"), "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
-    "regenerate": (None, _command("regenerate", "train.write_answers"), "let a backbone or server write what to train on"),
+    "regenerate": (
+        None,
+        _command("regenerate", "train.write_answers"),
+        "let a backbone, or a server, write training text",
+    ),
     "features": (None, _command("features", "train.write_states"), "store the states of a frozen backbone to train on"),
     "lm-eval": (None, _command("lm-eval", "harness"), "the tasks of lm-eval (its own arguments), written with drafts"),
 }

@@ -118,6 +118,8 @@ def test_a_first_token_without_a_column_says_nothing_of_a_circuit():
     windows[:, 1:] = torch.tensor([4, 1, 8])
     want = whole.prefix_log_prob(windows, unknown)[:, 1:]
     torch.testing.assert_close(after.prefix_log_prob(torch.tensor(KEPT)[windows[:, 1:]]), want)
+    text = torch.cat([outside[:, None], torch.tensor(KEPT)[windows[:, 1:]]], dim=1)  # nobody asks what is unknown
+    torch.testing.assert_close(heads.distribution_of_features(features).prefix_log_prob(text, unknown)[:, 1:], want)
 
 
 def test_losses_are_those_of_the_drafted_targets():

@@ -109,6 +109,15 @@ def test_completions_stay_in_their_document_and_start_at_targets(tmp_path):
         assert int(completions.scored[0, completion].sum()) in (0, min(3, end - start))
 
 
+def test_tokens_without_a_label_teach_nothing(tmp_path):
+    labels = torch.tensor([1] * 6 + [-100] * 2 + [1] * 4)
+    own = trainer(student(), tmp_path, greedy_share=0.0, completions=20)
+    found = own._task(own.model, own.data_collator([{"input_ids": ids(12), "labels": labels}]), True)
+    columns = found.completions.starts[0, :, None] + torch.arange(found.valid.shape[-1])  # [C, K]
+    taught = found.valid[0]
+    assert taught.any() and {*columns[taught].tolist()} == {*range(1, 6), *range(8, 12)}
+
+
 def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
     losses = []
     for checkpointed in (False, True):

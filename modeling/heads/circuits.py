@@ -477,7 +477,9 @@ class TreeDistribution(LatentDistribution):
     @cached_property
     def _sums(self) -> Tensor:
         """Probabilities [..., 1 + (n - 2) r, r] in one launch: the root's, and every node's given its parent."""
-        return torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
+        root, nodes = self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)
+        batch = torch.broadcast_shapes(root.shape[:-2], nodes.shape[:-2])
+        return torch.cat([each.expand(*batch, -1, -1) for each in (root, nodes)], -2).softmax(-1)
 
     @cached_property
     def root(self) -> Tensor:

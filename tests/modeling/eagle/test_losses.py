@@ -94,6 +94,20 @@ def test_rows_without_targets_have_no_logits(version, options, divergence, monke
     assert set(taught) <= {12}
 
 
+@pytest.mark.parametrize("divergence", ["cross_entropy", "kl"])
+def test_an_unembedding_with_hooks_has_the_loss_of_a_plain_one(divergence):
+    """Autograd's own products, where calls of the unembedding must be seen; not all likeliest tokens are drafted."""
+    head = head_and_batch(3, torch.arange(0, 64, 2), loss_options={"divergence": divergence, "label_weight": 0.3})
+    learned = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    plain = head(IDS, labels=IDS)
+    seen = head.lm_head.register_forward_hook(lambda *_: None)
+    hooked = head(IDS, labels=IDS)
+    seen.remove()
+    torch.testing.assert_close(hooked.step_losses, plain.step_losses, atol=1e-5, rtol=1e-5)
+    for one, other in zip(torch.autograd.grad(plain.loss, learned), torch.autograd.grad(hooked.loss, learned)):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
+
+
 def test_a_step_of_training_is_a_step_of_drafting():
     """Step 2 of the unrolled loss reads what a drafted row reads: checked on the last row of a prefix."""
     head = head_and_batch(loss_options={"steps": 3, "decay": 1.0})

@@ -117,3 +117,15 @@ def test_two_sets_of_heads_may_share_a_backbone():
         assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
     first.detach()
     assert torch.equal(base.generate(PROMPT, assistant_model=second, **GREEDY), expected)
+
+
+def test_packed_documents_and_padding_are_masked():
+    base = backbone()
+    heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
+    labels = torch.randint(2, 64, (1, 12))
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    out = heads(labels, position_ids=positions, labels=labels)
+    parts = [heads(part, labels=part) for part in (labels[:, :7], labels[:, 7:])]
+    counts = torch.tensor([[6, 5, 4], [4, 3, 2]])
+    expected = sum(p.head_losses * c for p, c in zip(parts, counts)) / counts.sum(0)
+    torch.testing.assert_close(out.head_losses, expected, atol=1e-5, rtol=0)

@@ -5,9 +5,10 @@ import torch
 
 from tests.eagle_models import tiny_backbone
 from tests.families import family_model
+from tests.modeling.heads.backbones import backbone
 from tests.modeling.heads.test_draft_vocabularies import KEPT, TYPES, made
 from tests.models import tiny_model
-from tokenahead import EagleHead, MTPHeadConfig
+from tokenahead import EagleHead, MTPHeadConfig, MTPHeads
 from tokenahead.configuration.loss_options import EagleLossOptions, ModuleLossOptions
 from tokenahead.modeling.common.teacher import accepted_along, call_weights, cycle_starts, position_weights
 from tokenahead.modeling.eagle import losses as eagle_losses
@@ -262,3 +263,21 @@ def test_a_model_with_heads_of_its_own_learns_it(options, kind):
     torch.testing.assert_close(out.loss, wanted.detach(), atol=1e-5, rtol=1e-4)
     out.loss.backward()
     assert model.lm_head.weight.grad.any()
+
+
+def test_a_head_learns_what_is_accepted():
+    """On text of the backbone's own, more drafts are accepted after a few steps than before."""
+    base = backbone(initializer_range=0.4)
+    torch.manual_seed(1)
+    ids = base.generate(torch.randint(1, 64, (16, 1)), do_sample=True, top_k=0, max_new_tokens=30)
+    options = {"head_type": "hydra", "window": 3, "loss_options": {"divergence": "block", "label_weight": 0.1}}
+    heads = MTPHeads.from_backbone(base, draft_ids=None, **options)
+    optimizer = torch.optim.Adam(heads.parameters(), 3e-3)
+    accepted = []
+    for _ in range(25):
+        out = heads(ids, labels=ids)
+        accepted.append(out.acceptances[1:].sum().item())
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    assert accepted[-1] > accepted[0] + 0.1 and len(KEPT)

@@ -152,3 +152,14 @@ def test_parameters_of_other_families_are_refused():
 def test_rank_of_another_family_is_refused():
     with pytest.raises(ValueError, match="leaf_logits.*'ff'.*1.*2.*3.*5"):
         circuit_from_logits("ff", leaf_logits=torch.zeros(2, 3, 5))
+
+
+def test_a_root_and_nodes_of_other_leading_dimensions_are_broadcast():
+    torch.manual_seed(0)
+    root, node, leaf = torch.randn(3), torch.randn(5, 2, 3, 3), torch.randn(5, 4, 3, 7)
+    text = torch.randint(0, 7, (5, 4))
+    want, got = (
+        circuit_from_logits("btree", leaf_logits=leaf, root_logits=each, node_logits=node).log_prob(text)
+        for each in (root.expand(5, 3), root)
+    )
+    torch.testing.assert_close(got, want)

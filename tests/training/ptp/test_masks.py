@@ -8,6 +8,7 @@ from tests.ptp_models import backbone, ids, student
 from tests.training.ptp.test_exactness import Places, gradients
 from tests.training.ptp.test_trainer import texts, trainer
 from tokenahead import PTPForCausalLM
+from tokenahead.training.ptp.tasks import MaskReader
 
 
 def masked(**options):
@@ -76,3 +77,28 @@ def test_masks_learn_a_chain_whose_next_token_is_known(tmp_path):
     out = model.generate(rows[0]["input_ids"][None, :4], max_new_tokens=16, slot_budget="quadratic", do_sample=False,
                          pad_token_id=0, return_dict_in_generate=True)  # fmt: skip
     assert torch.equal(out.sequences[0], torch.arange(20) % 11) and out.speculation.backbone_calls <= 7
+
+
+def test_no_gradient_reaches_the_states_that_masks_are_matched_with(tmp_path):
+    model, rows = masked(), texts(backbone())[:3]
+    own = trainer(model, tmp_path, rows, completions=4)
+    task = own._task(model, own.data_collator(rows), True)
+    assert not task.anchors.requires_grad
+    length, slots = task.packed.sequences.tokens.shape[1], task.tokens[0].numel()
+    hidden = torch.randn(3, length + slots, 16, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for weight in (0.0, 1.0):
+        model.config.lcm_weight = weight
+        reader = MaskReader(task, own.options, own._counts(task), None, model)
+        loss, _, _ = reader(hidden, model.get_output_embeddings())
+        (found[weight],) = torch.autograd.grad(loss, hidden)
+    assert (found[1.0][:, :length] == 0).all()
+    moved = (found[1.0] - found[0.0])[:, length:].unflatten(1, task.tokens.shape[1:])
+    distance = hidden[:, length:].unflatten(1, task.tokens.shape[1:]) - task.anchors
+    torch.testing.assert_close(moved, 2 * distance * task.valid[..., None] / task.valid.sum())
+    with torch.no_grad():  # anchors are the states of the rows that predict the slots' tokens
+        states = model(task.packed.sequences.tokens, output_hidden_states=-1).hidden_states[-1]
+    row, completion = 0, int(task.valid[0, :, 1].nonzero()[0])
+    start = int(task.completions.starts[row, completion])
+    torch.testing.assert_close(task.anchors[row, completion, :2], states[row, start : start + 2])
+    assert task.tokens[row, completion, 1] == task.packed.sequences.tokens[row, start + 2]

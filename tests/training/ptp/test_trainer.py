@@ -9,7 +9,7 @@ from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.tensors.sampling import pick
 from tokenahead.training import PTPOptions, PTPTrainer, regenerate
-from tokenahead.training.ptp.forwards import PackedBatch, Sequences
+from tokenahead.training.ptp.forwards import PackedBatch, Sequences, Teacher, draw_starts
 from tokenahead.training.ptp.losses import LOSSES, SEQUENCES, target_probs
 
 FOLDED = {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
@@ -233,3 +233,20 @@ def test_the_teacher_reads_the_positions_that_were_given():
     want = model(found.tokens, position_ids=found.positions, output_hidden_states=-1).hidden_states[-1]
     torch.testing.assert_close(scores.states, want)
     assert rows._layout(2)[1].tolist() == [[9, 10, 11, 12, 10, 11]]
+
+
+def test_drafts_are_judged_as_their_texts_are():
+    model = student("categorical", backbone().double(), sampling=FOLDED)
+    batch = Sequences.of({"input_ids": ids(2, 7)})
+    starts, exists = draw_starts(batch.startable, 3, torch.rand(2, 7))
+    rows = PackedBatch(model, batch, starts, model.config)
+    written = rows.written(rows.read(), torch.rand(2, 3, 4))
+    assert written.shape == (2, 3, 4)
+    judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written, torch.rand(2, 3, 4))
+    logits = judged.scores.logits(judged.scores.states)
+    for row in range(2):
+        for completion in range(3):
+            start = int(starts[row, completion])
+            text = torch.cat([batch.tokens[row, :start], written[row, completion]])[None]
+            distribution = target_probs(model(text).logits[:, start - 1 : -1], **FOLDED)[0]
+            torch.testing.assert_close(target_probs(logits[row, completion], **FOLDED), distribution)

@@ -22,6 +22,8 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -74,6 +76,7 @@ METRICS = "metrics.json"
 """Every entry of the log."""
 _OF_NO_CONSEQUENCE = {"output_dir", "resume_from_checkpoint", "logging_dir", "run_name"}
 _SECRET = re.compile(r".*(token|api.?key)")  # of names
+_FIGURES = 12  # of a printed line
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "trl")
 _OF_STORED = {"aux_layers", "feature_layers", "sample_from_anchor", "block_size", "ignore_fields"}
 """Options of a drafter that exists."""
@@ -342,6 +345,20 @@ write_answers = partial(main, command="regenerate")
 write_states = partial(main, command="features")
 
 
+class _FewFigures(TrainerCallback):
+    """Prints some of the figures of a line; trackers, and the trainer's log, have all of them."""
+
+    def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        names = [*logs] if len(logs) <= _FIGURES else [*logs][: _FIGURES - 1] + [*logs][-1:]
+        super().on_log(*args, logs={name: logs[name] for name in names}, **kwargs)
+
+
+class _FewOfProgress(_FewFigures, ProgressCallback): ...
+
+
+class _FewOfPrinter(_FewFigures, PrinterCallback): ...
+
+
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
     """Train with settings, write model, log and the facts of the run to `output_dir`, and return the trainer."""
     requested, directory, training = settings, settings.output, settings.training
@@ -368,6 +385,9 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
         check_same(f"output_dir={directory}", *both)
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*own, *callbacks])
+    for printer, few in ((ProgressCallback, _FewOfProgress), (PrinterCallback, _FewOfPrinter)):
+        if trainer.pop_callback(printer) is not None:
+            trainer.add_callback(few)
     draft_frequent_tokens(trainer, trainee, settings)
     name, pushes = requested.data.dataset_name, training.push_to_hub
     data_names = [each.path for each in requested.mixture.datasets] if name is None else [name]

@@ -1,5 +1,6 @@
 """`tokenahead train`: every drafter from a YAML file to a directory that loads again, with the facts of the run."""
 
+import ast
 import json
 from collections import Counter
 
@@ -15,7 +16,7 @@ from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, cli
 from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training.commands.settings import read_settings
-from tokenahead.training.commands.train import build, given, train
+from tokenahead.training.commands.train import METRICS, build, given, train
 from tokenahead.training.features import FeatureDataset
 from tokenahead.training.parts import part_files
 from tokenahead.training.regeneration import RegeneratedText
@@ -68,12 +69,15 @@ def test_every_drafter_learns_and_its_folder_loads_again(run, settings_of, tmp_p
 def test_the_command_reads_a_file_and_flags(settings_of, tmp_path, capsys):
     settings_of(drafter="heads")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["train", str(tmp_path / "config.yaml"), "--max_steps", "2", "--drafter_options", '{"window": 2}'])
+        cli.main(["train", str(tmp_path / "config.yaml"), "--max_steps", "2", "--drafter_options", '{"window": 12}'])
     assert ended.value.code == 0
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert facts["model"]["window"] == 2
+    assert facts["model"]["window"] == 12
     shown = capsys.readouterr()
     assert "2/2" in shown.err and "'loss'" in shown.out
+    printed = [ast.literal_eval(line) for line in shown.out.splitlines() if line.startswith("{")]
+    history = json.loads((tmp_path / "run" / METRICS).read_text())
+    assert max(map(len, printed)) == 12 and printed[0].keys() < history[0].keys() and "epoch" in printed[0]
 
 
 @pytest.mark.by_day("True")

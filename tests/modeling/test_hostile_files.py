@@ -228,7 +228,8 @@ OFFICIAL = {
 EXPORTED = {
     "medusa": (SAVED["medusa"][0], MTPHeads.from_official, "medusa_lm_head.safetensors"),
     "specforge": (
-        lambda: EagleHead.from_backbone(llama(num_hidden_layers=4)), EagleHead.from_pretrained, "model.safetensors"
+        lambda: EagleHead.from_backbone(llama(num_hidden_layers=4), aux_layers=[2, 3, 4]), EagleHead.from_pretrained,
+        "model.safetensors",
     ),
 }  # fmt: skip
 

@@ -28,7 +28,13 @@ RUNS = {
     "modules of its own": dict(model="modules", loss_options={"weight": 0.5}),
     "new modules": dict(drafter="modules", drafter_options={"num_modules": 1}),
     "parallel": dict(drafter="parallel", drafter_options={"num_slots": 3}, loss_options={"completions": 4}),
-    "masks": dict(drafter="parallel", drafter_options={"variant": "mask", "num_slots": 3}),
+    "masks": dict(
+        drafter="parallel",
+        drafter_options={"variant": "mask", "num_slots": 3},
+        max_steps=24,
+        logging_steps=6,
+        eval_steps=12,
+    ),
     "parallel of its own": dict(model="ptp"),
     "eagle": dict(drafter="eagle", loss_options={"steps": 2}),
     "heads and backbone": dict(

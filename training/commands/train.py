@@ -26,7 +26,9 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
+    TrainingArguments,
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
@@ -348,9 +350,11 @@ write_states = partial(main, command="features")
 class _FewFigures(TrainerCallback):
     """Prints some of the figures of a line; trackers, and the trainer's log, have all of them."""
 
-    def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log(  # type: ignore[override]
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Fields, **kwargs: object
+    ) -> None:
         names = [*logs] if len(logs) <= _FIGURES else [*logs][: _FIGURES - 1] + [*logs][-1:]
-        super().on_log(*args, logs={name: logs[name] for name in names}, **kwargs)
+        super().on_log(args, state, control, logs={name: logs[name] for name in names}, **kwargs)
 
 
 class _FewOfProgress(_FewFigures, ProgressCallback): ...

@@ -12,7 +12,7 @@ from tests.modeling.block.test_golden import pair
 from tests.models import left_padded
 from tokenahead import BlockDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
-from tokenahead.modeling.block.network import BlockSession
+from tokenahead.modeling.block.network import BlockSession, seen_rows
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 LAWS = {
@@ -175,3 +175,11 @@ def test_copies_draft_alike_and_keep_their_options(tmp_path):
         out = base.generate(**inputs, **options, assistant_model=each.attach(base), return_dict_in_generate=True)
         found.append(out.speculation.rows_drafts)
     assert found[0] == found[1] == found[2]
+
+
+def test_a_window_of_two_is_a_row_and_its_neighbours(model):
+    drafter = drafter_of(model, layer_types=["sliding_attention", "full_attention"], sliding_window=2)
+    seen = seen_rows(drafter.config, "sliding_attention", torch.device("cpu"))
+    rows = torch.arange(drafter.config.block_size)
+    assert seen.equal((rows[:, None] - rows).abs() <= 1)
+    assert seen_rows(drafter.config, "full_attention", torch.device("cpu")).all()

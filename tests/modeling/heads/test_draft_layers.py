@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.backbones import backbone as other_backbone
 from tests.training.test_evaluation_loss import llama
 from tokenahead import MTPHeadConfig, MTPHeads
+from tokenahead.modeling.common.learning import counted_positions
 
 
 def shaken(heads, std=0.3):
@@ -131,3 +132,9 @@ def test_refusals():
     ]:
         with pytest.raises((ValueError, StrictDataclassError), match=message):
             MTPHeads.from_backbone(backbone(), **options)
+
+
+def test_states_behind_a_cache_have_the_last_positions_of_the_mask():
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert counted_positions(torch.zeros(2, 2, 8), mask).tolist() == [[2, 3], [3, 4]]
+    assert counted_positions(torch.zeros(2, 2, 8), None).tolist() == [[0, 1]]

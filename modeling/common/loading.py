@@ -70,12 +70,11 @@ class StrictLoadingMixin:
         """Refuse a directory or repository whose config.json, if `config` is none, names another architecture."""
         if name is None or isinstance(config, PreTrainedConfig):
             return
-        expected, is_folder = cls.config_class.model_type, config is None and Path(name).is_dir()
-        if is_folder and hasattr(cls, "from_official"):  # not every such layout has a config.json
-            fields = stored_fields(name)
-            if fields.get("model_type") not in stored_kinds() and cls.recognises(name, fields, hub):
-                raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
-        actual = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
+        fields = PreTrainedConfig.get_config_dict(config or name, **hub)[0]  # {} of a directory without config.json
+        actual, expected = fields.get("model_type"), cls.config_class.model_type
+        may_be_others = config is None and Path(name).is_dir() and actual not in stored_kinds()
+        if may_be_others and hasattr(cls, "from_official") and cls.recognises(name, fields, hub):
+            raise ValueError(f"{name} has the layout of other tools: load it with {cls.__name__}.from_official")
         if actual not in (None, expected):
             other = f"; load it with {kind.__name__}.from_pretrained" if (kind := stored_kinds().get(actual)) else ""
             raise ValueError(f"{name}: model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}{other}")

@@ -142,7 +142,7 @@ class OwnAndDraftHeads(nn.Module):
         if self.drafts is None or stop == 1:
             return own
         drafts = run(self.drafts, hidden_states, None, 0, last)
-        return torch.cat([own, to_device(drafts, own.device)], dim=-2)[..., start:, :]
+        return torch.cat([own, to_device(drafts, own.device)], dim=-2)
 
 
 def _split(weight: Tensor, config: EvaByteConfig) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from tokenahead.generation.trees.building import (
     ranked_tree,
     static_tree,
 )
+from tokenahead.generation.verification.verifiers import GreedyVerifier
 
 DATA = Path(__file__).parent.parent / "data" / "trees"
 GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")
@@ -342,3 +343,15 @@ def test_what_is_left_of_a_tree_hangs_together():
     assert left.tokens.tolist() == [[6, 8, 9], [5, 6, 7]]
     assert left.parents.tolist() == [[-1, 0, 1], [-1, -1, 0]]
     assert left.probs[..., 0].tolist() == [[0, 2, 4, 5], [0, 1, 2, 3]]
+
+
+def test_the_host_sees_numbers_along_the_accepted_path_alone():
+    """Of three nodes, the second and its child are accepted; infinity after the first is nobody's business."""
+    tree = DraftTree(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, -1, 1]]), depth=2)
+    for node, is_seen in [(0, False), (1, True), (2, True)]:
+        scores = torch.nn.functional.one_hot(torch.tensor([[6, 1, 7, 2]]), 9).float()  # picks after b and every node
+        scores[0, 1 + node] *= torch.where(scores[0, 1 + node] > 0, torch.inf, 1.0)
+        verifier = GreedyVerifier()
+        result = verifier.verify(tree, scores)
+        rows = verifier.path_rows(result)[0, : int(result.num_accepted) + 1]
+        assert int(result.num_accepted) == 2 and bool(rows.isfinite().all()) is not is_seen

@@ -123,6 +123,15 @@ def test_other_sequences_of_the_batch_are_read():
     assert accepted["together"][1] < accepted["alone"][1]
 
 
+def test_padding_is_no_text():
+    model, drafter = backbone(), SuffixDrafter()
+    drafter.attach(model)
+    inputs = left_padded(prompts(3, 40))
+    out = model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=drafter, pad_token_id=0)
+    real = [ids[mask.sum().neg() - 8 :] for ids, mask in zip(out, inputs["attention_mask"])]
+    assert drafter.table.texts() == [ids.tolist() for ids in real]
+
+
 def test_saved_copied_and_pickled_drafters_draft_the_same(tmp_path):
     drafter = SuffixDrafter(depth=6, num_tokens=5, max_tokens=5000)
     drafter.add([[1, 2, 3, 4, 5, 6, 7], [3, 4, 8]])

@@ -81,6 +81,9 @@ def test_letters_of_several_bytes_come_once():
     for first, second in [(with_bytes(), tokenizer(46)), (tokenizer(46), with_bytes())]:
         translation, text = Translation((first, second), 400, 400), TEXT[:240]
         ids = first(text, add_special_tokens=False)["input_ids"]
+        half = next((n for n in range(len(ids)) if first.decode(ids[:n]).endswith("\ufffd")), len(ids))
+        script = translation.open([ids[:half]])[0]
+        assert second.decode(script.ids).strip() == first.decode(ids[:half]).rstrip("\ufffd").strip()
         script = translation.open([ids[:3]])[0]
         for token in ids[3:]:
             translation.extend([script], [[token]])

@@ -257,3 +257,14 @@ def test_options_that_do_not_fit_are_refused_by_name():
 
 def test_the_configuration_knows_the_options_of_every_law():
     assert {law: tuple(inspect.signature(each).parameters)[1:] for law, each in LAWS.items()} == LAW_OPTIONS
+
+
+def test_the_weakest_candidate_makes_room_for_a_label_that_is_none():
+    law, (rows, logits, last, _) = law_of("selector"), inputs_of()
+    weakest_first = logits[0, 0].argsort()
+    for label, drafted in [(weakest_first[0], [*weakest_first[-2:], weakest_first[0]]), (weakest_first[-3], None)]:
+        columns = torch.stack(list(weakest_first[-3:] if drafted is None else drafted))
+        scores = logits[0, 0, columns] + law.scores(law.embed(last), rows[:, 0], columns[None])[0]
+        expected = -scores.log_softmax(-1)[columns == label]
+        found = law.choice_terms(rows[:, :1], logits[:, :1], last[:, None], label.view(1, 1))
+        torch.testing.assert_close(found[0], expected)

@@ -2,6 +2,7 @@
 
 import torch
 
+from tokenahead.modeling.circuits import circuit_from_logits
 from tokenahead.modeling.heads.window_distribution import log_probs_at
 
 
@@ -21,3 +22,13 @@ def test_values_and_gradients_are_those_of_log_softmax():
             (gradient,) = torch.autograd.grad((found * weights).sum(), logits, retain_graph=True)
             torch.testing.assert_close(gradient, into, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_what_follows_an_impossible_token_is_no_nan():
+    """Of a window whose second token has no probability, neither it nor the third is possible."""
+    leaf_logits = torch.randn(1, 3, 2, 4, dtype=torch.float64)  # [B, n, r, v]
+    leaf_logits[:, 1, :, 2] = -torch.inf
+    circuit = circuit_from_logits("cp", leaf_logits=leaf_logits, root_logits=torch.zeros(1, 2, dtype=torch.float64))
+    terms = circuit.token_log_probs(torch.tensor([[0, 2, 1]]))
+    first = leaf_logits[0, 0].softmax(-1)[:, 0].mean().log()
+    torch.testing.assert_close(terms, torch.tensor([[first, -torch.inf, -torch.inf]], dtype=torch.float64))

@@ -195,12 +195,13 @@ def test_forced_runs_are_longer_than_drafts():
 
 
 class Long(Runs):
-    """Runs of seven."""
+    """Runs of seven tokens, each another one."""
 
     def step(self, state, token):
         return 1 if state % 8 == 0 else state + 1
 
     def allowed(self, state):
         mask = torch.zeros(self.size, dtype=torch.bool)
-        mask[3 : 40 if state % 8 == 0 else 4] = True
+        mask[3:40] = state % 8 == 0
+        mask[3 + state % 8] = True
         return mask

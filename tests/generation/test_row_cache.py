@@ -3,11 +3,12 @@
 import itertools
 
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.backbones import backbone
+from tests.families import CHUNKED
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.backbone.cache import CacheLayout, RaggedLayer, block_mask, grouped_attention
@@ -117,3 +118,37 @@ def test_blocks_of_another_dtype_leave_the_prompt_as_it_is():
             assert torch.equal(states[:, :, :PROMPT], prompt.to(wider)) and torch.equal(
                 states[:, :, PROMPT:], new.to(wider)
             )
+
+
+@torch.no_grad()
+def check_tree(model):
+    """Every node of a tree after a left-padded prompt has the logits of a whole pass over its own path."""
+    ids, real = torch.randint(2, 48, (2, 9), generator=torch.Generator().manual_seed(0)), [9, 5]
+    mask = torch.arange(9) >= 9 - torch.tensor(real)[:, None]
+    cache, places = DynamicCache(config=model.config), (mask.cumsum(1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask.long(), position_ids=places, past_key_values=cache)
+    kwargs = {"position_ids": places[:, -1:]}
+    target = target_of(model, cache, ids[:, 0], mask.long(), kwargs, limit=40, span=10)
+    parents = torch.tensor([-1, -1, -1, 0, 0, 2, 3, 3, 6]).expand(2, -1)
+    block = torch.randint(2, 48, (2, 10), generator=torch.Generator().manual_seed(1))
+    logits = target.forward(block, DraftTree(block[:, 1:], parents, depth=4), None).logits
+    for row, node in itertools.product(range(2), range(-1, 9)):
+        path, each = [], node
+        while each >= 0:
+            path, each = [int(block[row, 1 + each]), *path], int(parents[row, each])
+        text = torch.tensor([[*ids[row, 9 - real[row] :].tolist(), int(block[row, 0]), *path]])
+        expected = model(text, use_cache=False).logits[0, -1]
+        torch.testing.assert_close(logits[row, 1 + node], expected, atol=1e-6, rtol=0)
+
+
+def test_nodes_of_a_tree_see_a_window_back_from_their_depth():
+    model = backbone("mistral").double()
+    model.config.sliding_window = 4
+    check_tree(model)
+
+
+def test_nodes_of_a_tree_see_the_chunk_of_their_position():
+    """Positions count real tokens, so that chunks of a padded text begin later."""
+    config = AutoConfig.for_model("llama4_text", vocab_size=48, initializer_range=0.2, **CHUNKED)
+    torch.manual_seed(0)
+    check_tree(AutoModelForCausalLM.from_config(config).double().eval())

@@ -155,3 +155,20 @@ def test_training_never_holds_all_logits(tmp_path, monkeypatch):
     out = model.train()(**batch_of(ragged_rows()))
     assert out.logits is None
     assert model(**batch_of(ragged_rows()), logits_to_keep=0).logits.shape == (8, 20, 320)
+
+
+def test_an_evaluation_that_failed_leaves_nothing_to_the_next(tmp_path):
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), per_device_eval_batch_size=2)
+    expected, step, seen = trainer.evaluate()["eval_loss"], trainer.prediction_step, []
+
+    def failing(*args, **kwargs):
+        seen.append(args)
+        if len(seen) > 1:
+            raise OSError("the disk is full")
+        return step(*args, **kwargs)
+
+    trainer.prediction_step = failing
+    with pytest.raises(OSError, match="full"):
+        trainer.evaluate()
+    trainer.prediction_step = step
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)

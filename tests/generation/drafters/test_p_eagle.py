@@ -166,3 +166,13 @@ def test_fewer_rows_have_the_same_loss_and_gradient_in_the_mean(pair):
     assert abs(total.norm() / mask.norm() - 1) < 0.15
     head.eval()
     assert head(text, labels=text).loss == head(text, labels=text).loss
+
+
+def test_a_draft_ends_behind_the_first_token_that_no_sequence_is_sure_of(pair):
+    model, head = pair
+    how = dict(max_new_tokens=20, do_sample=False, assistant_model=head, return_dict_in_generate=True)
+    for threshold, length in [(1.0, 1), (1e-9, DRAFT)]:
+        out = model.generate(
+            **left_padded(code_prompts(3)), **how, num_assistant_tokens=DRAFT, assistant_confidence_threshold=threshold
+        )
+        assert {len(draft) for row in out.speculation.rows_drafts for draft in row[:-DRAFT]} == {length}

@@ -21,6 +21,7 @@ from tokenahead import (
 )
 from tokenahead.model_cards.push import hide_local_names
 from tokenahead.training import web as web_module
+from tokenahead.training.features import _opened
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "security.md"
@@ -118,3 +119,20 @@ def test_an_error_in_a_call_leaves_everything_as_it_was(make, error):
     assert torch.equal(base.generate(PROMPT, max_new_tokens=12, assistant_model=drafter), wanted)
     drafter.detach()
     assert torch.equal(base.generate(PROMPT, max_new_tokens=12), wanted) and {*vars(base)} == before
+
+
+def test_a_link_that_takes_the_place_of_a_file_is_not_followed(tmp_path, monkeypatch):
+    """A server's file is looked at, and then opened: what lies there in between may be another."""
+    file, secret, look = tmp_path / "states", tmp_path / "secret", Path.lstat
+    file.write_bytes(b"states")
+    secret.write_bytes(b"secret")
+
+    def swapped(path):
+        found = look(path)
+        path.unlink()
+        path.symlink_to(secret)
+        return found
+
+    monkeypatch.setattr(Path, "lstat", swapped)
+    with pytest.raises(OSError, match="symbolic links"):
+        _opened(file, "the states")

@@ -125,6 +125,14 @@ def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):
             assert set(out[0, ids.shape[1] :].tolist()) <= {4, 5, 6, 8}
 
 
+def test_everything_may_be_drafted_where_nothing_may():
+    """Such drafts are rejected; a distribution without any token would be no numbers."""
+    nothing = SimpleNamespace(allowed=lambda sequences: torch.zeros(len(sequences), V, dtype=torch.bool))
+    processing = Processing(LogitsProcessorList([nothing]))
+    masks = processing.constraints.masks(Sequences(torch.randint(V, (2, 5))), True)
+    assert masks.allowed((2, V), torch.device("cpu")).all()
+
+
 def test_tables_never_make_the_host_wait():
     processing = Processing(LogitsProcessorList([cycle_table()]), ends=frozenset([7]))
     options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())

@@ -59,6 +59,14 @@ class InPlace(Excludes):
         return 0
 
 
+class BehindItsBack(Excludes):
+    """Writes to a tensor through numpy, which tensors do not count."""
+
+    def moved(self):
+        self.mask.numpy()[:] -= 0.01 * torch.arange(VOCABULARY).numpy()
+        return 0
+
+
 class OfTheClass(Excludes):
     calls = 0
 
@@ -117,7 +125,7 @@ def closure():
     return processor
 
 
-MOVING = [Counter, Nested, InPlace, Iterator, Drawing, ByTokens, closure]
+MOVING = [Counter, Nested, InPlace, BehindItsBack, Iterator, Drawing, ByTokens, closure]
 
 
 class Biased(LogitsProcessor):
@@ -183,7 +191,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.by_day("Counter-1", "InPlace-4", "Drawing-4", "closure-4")
+@pytest.mark.by_day("Counter-1", "InPlace-4", "BehindItsBack-1", "Drawing-4", "closure-4")
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("make", MOVING)
 def test_texts_are_those_of_plain_decoding(model, make, rows):

@@ -1,5 +1,7 @@
 """Where rows end: the same tokens as when transformers' criteria are asked after every single token."""
 
+from types import SimpleNamespace
+
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
@@ -13,6 +15,8 @@ from transformers import (
 
 from tokenahead.generation.call.sequences import NewTokens, Sequences
 from tokenahead.generation.call.stopping import Stopping
+from tokenahead.generation.contract import DraftTree, TargetOutput, VerificationResult
+from tokenahead.generation.results import Cycle
 
 PROMPT = 4
 WORDS = ["<unk>", "st", "op", "stop", "sto", "pper", "x", "y", " "]
@@ -100,3 +104,29 @@ def test_a_stop_string_may_begin_in_an_earlier_cycle():
     tokens.write(torch.tensor(new))
     stopping = Stopping(StoppingCriteriaList([StopStringCriteria(tokenizer(), ["stop"])]))
     assert stopping.cut(tokens, new, [False, False]) == ([1, 2], [True, False])
+
+
+def test_no_sequence_gets_a_token_beside_an_open_one_at_fault():
+    """A recorded cycle that must leave no trace; sequences that have ended may hold anything."""
+    stopping = SimpleNamespace(eos_ids=torch.tensor([1]), limit=torch.tensor(20))
+    result = VerificationResult(torch.tensor([1, 0, 2]), torch.tensor([[5, 6, 7], [5, 6, 7], [5, 1, 7]]))
+    for faulty, expected in [(0, [0, 0, 0]), (1, [2, 0, 2]), (2, [0, 0, 0]), (None, [2, 0, 2])]:
+        ended, sound = torch.tensor([False, True, False]), torch.ones(3, dtype=torch.bool)
+        if faulty is not None:
+            sound[faulty] = False
+        tokens = SimpleNamespace(ended=ended, ends=torch.tensor([9, 9, 9]))
+        assert Stopping.counts(stopping, tokens, result, sound).tolist() == expected
+        assert tokens.ended.tolist() == [False, True, expected[2] == 2]
+
+
+def test_faults_are_looked_for_along_accepted_drafts_alone():
+    """Of three scores, those behind the first rejected draft are nobody's."""
+    tree = DraftTree.chain(torch.tensor([[5, 6]]))
+    for accepted, faulty, is_seen in [(0, 1, False), (0, 0, True), (1, 1, True), (1, 2, False), (2, 2, True)]:
+        rows = torch.zeros(1, 3)
+        rows[0, faulty] = torch.nan
+        result = VerificationResult(torch.tensor([accepted]), torch.tensor([[5, 6, 7]]))
+        cycle = Cycle(tree, tree, TargetOutput(rows[..., None]), rows[..., None], result)
+        cycle.write(rows)
+        cycle.read([False])
+        assert cycle.faults == [0] * is_seen and cycle.accepted == [accepted]

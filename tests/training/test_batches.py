@@ -4,6 +4,7 @@ import math
 import random
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tokenahead.training.batches import (
     obstacle_to_joining,
     row_lengths,
 )
+from tokenahead.training.trainer_base import RunningMeans
 
 DRAFTERS = {name: make for name, make in MAKERS.items() if name not in ("parallel", "masks")}
 EIGHT = {"per_device_train_batch_size": 8}  # transformers' own: a budget decides
@@ -261,3 +263,13 @@ def test_stored_states_are_joined_whatever_the_backbone(tmp_path):
     [batch] = batches_of(trainer)
     assert batch["cached_states"].shape[:2] == batch["position_ids"].shape == (1, 42)
     trainer.train()
+
+
+def test_padding_is_no_label_and_means_are_of_what_came_since():
+    batch = Collator()([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}])
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]] and batch["input_ids"][1].tolist() == [8, 0, 0]
+    means, accelerator = RunningMeans(), SimpleNamespace(reduce=lambda totals, how: totals)
+    for sums in ([1.0, 4.0], [3.0, 2.0]):
+        means.add(torch.tensor(sums), torch.tensor([1, 2]))
+        assert means.take(accelerator).tolist() == [sums, [1, 2]]
+    assert means.take(accelerator) is None

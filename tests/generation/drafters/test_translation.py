@@ -90,6 +90,9 @@ def test_letters_of_several_bytes_come_once():
         assert "数量" in text and second.decode(script.ids).strip() == text.strip()
         draft = translation.drafts([script], [second("数量(self", add_special_tokens=False)["input_ids"][-6:]])[0]
         assert first.decode(ids + draft).endswith("(self")
+        own = second("((数", add_special_tokens=False)["input_ids"]
+        cut = next((n for n in range(len(own)) if second.decode(own[:n]).endswith("\ufffd")), len(own))
+        assert "\ufffd" not in first.decode(translation.drafts([script], [own[:cut]])[0])
 
 
 def test_common_tokens_write_the_same():

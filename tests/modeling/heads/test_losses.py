@@ -168,6 +168,15 @@ def test_terms_without_a_target_do_not_matter():
         assert (spoiled.grad[~valid] == 0).all() and (spoiled.grad[valid] > 0).all()
 
 
+def test_a_row_without_targets_is_no_sequence():
+    terms, valid = torch.rand(3, 6, 4), torch.rand(3, 6, 4) < 0.6
+    empty = torch.zeros(2, 6, 4)
+    for normalization in ["paper", "tokens"]:
+        with_empty = torch.cat([terms, empty]), torch.cat([valid, empty.bool()])
+        found = discounted_mtp_loss(*with_empty, normalization=normalization)
+        torch.testing.assert_close(found, discounted_mtp_loss(terms, valid, normalization=normalization))
+
+
 def test_a_batch_without_targets_costs_nothing():
     for normalization in ["paper", "tokens"]:
         terms = torch.full((2, 3, 4), float("nan"), requires_grad=True)

@@ -38,7 +38,8 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
 
     - `use_mtp`: None (on where possible), True (on, or an error with the reason), False (one token at a time);
     - `num_assistant_tokens`: tokens to draft, at most window - 1, which is the default;
-    - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound;
+    - `num_assistant_tokens_schedule`: `"constant"`, or as many as pay, by known costs (`"expected"`) or the clock
+      (`"adaptive"`);
     - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
 
     A logits processor with a state that its calls move on is called once for every token, and the call decodes plainly.

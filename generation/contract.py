@@ -30,7 +30,7 @@ the first `propose` of a call alone, which may read the prompt, is never replaye
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -267,6 +267,7 @@ class DraftSession(Protocol):
         expected: Of look-ups: how many tokens of the newest draft they expect to be accepted, per open sequence; None
             for sessions that cannot tell before they draw.
         takes_fixed: Whether it can draft in fixed shapes; see the file. Others never meet a view that `is_fixed`.
+        priors: By kind of drafts, which acceptance to expect of a first token and of later ones, before any is known.
         reads_host: Whether `propose` then reads what the host alone has, such as a trie and `tokens.newest_on_host`: it
             is never replayed, and the host knows the tokens before it is called.
     """
@@ -279,10 +280,22 @@ class DraftSession(Protocol):
     reads_cache: bool = False
     expected: float | None = None
     takes_fixed: bool = False
+    priors: Sequence[tuple[float, float]] = ((0.6, 0.7),)
     reads_host: bool = False
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the backbone's output of the prefill, and a view of its cache."""
+
+    def kinds(self, tokens: Sequences) -> list[int]:
+        """Return which of several kinds of drafts every sequence gets next, by its text alone; -1: none, or it ended.
+
+        Each kind has an acceptance of its own, by which the length of drafts is chosen (`priors`).
+        """
+        return [-1 if done else 0 for done in tokens.done]
+
+    def positions(self, length: int) -> int:
+        """Return how many positions the backbone reads of each sequence to verify drafts of a length."""
+        return 1 + length
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Draft after every sequence, with paths of at most `length` tokens; 0 requests an empty draft."""

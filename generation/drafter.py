@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,9 +16,11 @@ from transformers.utils import logging
 
 from ..configuration.heads import MTPHeadConfig
 from ..configuration.loss_options import LossOptions
+from .backbone.target import traits_of, weights_of
 from .backbone.wrapped_models import Kwargs, training_size
+from .call.costs import BlockCosts
 from .call.options import CallOptions, DraftOptions, Sources
-from .call.schedule import AdaptiveSchedule
+from .call.schedule import AdaptiveSchedule, ExpectedSchedule
 from .contract import DraftSession, Recorder
 from .tensors.tensor_files import Fields
 from .trees.growth import DEEPEST, tree_options
@@ -52,6 +55,7 @@ class BaseDrafter:
         rules: Names that `verification` may choose; the first is the default.
         window: Tokens that a call may yield: the next one, and one for each drafted token.
         drafts_trees: Whether the drafter takes `draft_tree`.
+        drafts_at_once: Whether one forward of its own makes all tokens of a draft, as one of heads does.
         reads_prompt: Whether drafts need the ids of the prompt, in whose place a call may pass embeddings.
         is_apart: Whether it drafts for a backbone of the user's choice, and holds none.
         head_config: Options of its heads; None: it has none.
@@ -60,11 +64,13 @@ class BaseDrafter:
         not_served: Why no engine runs it; None: one may.
         recorder: Records what its calls verify, so that it can learn; None: nothing does.
         own_options: Names of `CallOptions.extra` that it takes, beyond those that its `prepare_call` reads.
+        totals: Sums over its calls (`Speculation.counts`), where somebody has begun to count.
     """
 
     rules: tuple[str, ...] = ("block", "token")
     window: int
     drafts_trees: bool = False
+    drafts_at_once: bool = False
     reads_prompt: bool = True
     is_apart: bool = False
     head_config: MTPHeadConfig | None = None
@@ -73,6 +79,7 @@ class BaseDrafter:
     not_served: str | None = "it is no DeepSeekMTP, MTPHeads or EagleHead, which can be exported"
     recorder: Recorder | None = None
     own_options: frozenset[str] = frozenset()
+    totals: Counter[str] | None = None
 
     def longest_draft(self) -> int | None:
         """Return the most tokens that a draft may have; None: any number.
@@ -197,17 +204,41 @@ class BaseDrafter:
                 "drafts, and their text is the backbone's own; look for damaged weights, or use a wider dtype."
             )
 
-    def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
-        """Return a schedule that begins with what earlier calls of the same kind learned.
+    def cycle_costs(self, session: DraftSession, backbone: PreTrainedModel, block: BlockCosts) -> list[list[float]]:
+        """Return what cycles cost by kind of drafts and length, in those of plain decoding, by weights that are read.
 
-        Every call has a copy of its own, remembered when it ends well, so that calls in several threads do not meet.
+        The unembedding is read with the parts, unless they have one of their own.
         """
-        known = self.schedules.get(_kind_of(session, options))
-        return AdaptiveSchedule(session.num_tokens, session.lookahead) if known is None else known.resumed()
+        parts, head = list(self.parts().values()), backbone.get_output_embeddings()
+        own, size = weights_of(parts), max(traits_of(backbone).weights, 1)
+        if own and isinstance(head, nn.Linear):
+            drafted = len(getattr(self, "draft_vocabulary", None) or range(head.out_features))
+            layers = (layer for part in parts for layer in part.modules() if isinstance(layer, nn.Linear))
+            if all(layer.out_features not in (drafted, head.out_features) for layer in layers):
+                own += drafted * head.in_features
+        passes = (lambda _: 1) if self.head_config is not None else block if self.drafts_at_once else float
+        lengths = range(1, session.num_tokens + 1)
+        costs = [block(session.positions(n)) + passes(n) * own / size for n in lengths]
+        return [[1.0, *costs]] * len(session.priors)
 
-    def remember(self, schedule: AdaptiveSchedule, session: DraftSession, options: DraftOptions) -> None:
-        """Store what a call learned for later calls of the same kind."""
-        self.schedules[_kind_of(session, options)] = schedule
+    def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule | ExpectedSchedule | None:
+        """Return what chooses the length of drafts; None: they are as long as they can be.
+
+        A schedule by the clock begins with what earlier calls of the same kind learned. Every call has a copy of its
+        own, remembered when it ends well, so that calls in several threads do not meet.
+        """
+        if options.schedule == "adaptive":
+            known = self.schedules.get(_kind_of(session, options))
+            return AdaptiveSchedule(session.num_tokens, session.lookahead) if known is None else known.resumed()
+        if options.block is None or session.is_deterministic or not session.priors:
+            return None
+        costs = self.cycle_costs(session, options.backbone, options.block)
+        return ExpectedSchedule(costs, session.priors, session.lookahead)
+
+    def remember(self, schedule: object, session: DraftSession, options: DraftOptions) -> None:
+        """Store what a call learned by the clock for later calls of the same kind."""
+        if isinstance(schedule, AdaptiveSchedule):
+            self.schedules[_kind_of(session, options)] = schedule
 
 
 def _kind_of(session: DraftSession, options: DraftOptions) -> Hashable:

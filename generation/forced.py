@@ -44,6 +44,7 @@ class ForcedSession(DraftSession):
         self.num_tokens = session.num_tokens + MOST
         self.hidden_layers, self.reads_cache = session.hidden_layers, session.reads_cache
         self.supports_confidence_threshold = session.supports_confidence_threshold
+        self.priors = ()  # what is forced is accepted, so that drafts are as long as they can be
         self.size = options.backbone.config.get_text_config().vocab_size
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:

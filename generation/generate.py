@@ -192,6 +192,8 @@ def speculative_decoding(
         graphs = loop.results.statistics.graphs
         if graphs is not None and isinstance(target, StaticBackbone):
             graphs.buffer_bytes, graphs.buffers_made = target.buffer_use()
+    if call.drafter.totals is not None:
+        call.drafter.totals.update(loop.results.statistics.counts)
     if plan.schedule is not None:
         call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output

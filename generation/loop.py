@@ -56,12 +56,13 @@ class SpeculativeLoop:
             while peers._has_unfinished_sequences(all(self.results.done), self.plan.call.synced_gpus, device=device):
                 started = self.drafted = self.called = time.perf_counter()
                 length = self._length()
-                cycle, accepted = self._cycle(length)
+                cycle = self._cycle(length)
                 if self.drops_finished and any(self.results.done):
                     self.target.drop_finished(self.results.done)
                 ended = time.perf_counter()
-                if self.schedule is not None and self.is_steady and self.target.is_steady:
-                    self.schedule.update(cycle.tree.depth, accepted, ended - started, length)
+                if self.schedule is not None:
+                    seconds = ended - started if self.is_steady and self.target.is_steady else None
+                    self.schedule.update(cycle.tree.depth, cycle.accepted, seconds, length, cycle.depths)
                 self.results.statistics.time(started, self.drafted, self.called, ended)
             return self.results.finished()
         except BaseException:  # a user's cache must not end with layers that only this loop can use
@@ -76,12 +77,13 @@ class SpeculativeLoop:
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
-        longest = self.session.num_tokens if self.schedule is None else self.schedule.length()
+        tokens = self.results.tokens
+        longest = self.session.num_tokens if self.schedule is None else self.schedule.length(self.session.kinds(tokens))
         left = min(self.results.positions_left(), self.results.tokens_left() - 1)
         return longest if self.session.is_deterministic else max(min(longest, left), 0)  # shortening changes its text
 
-    def _cycle(self, length: int) -> tuple[Cycle, list[int]]:
-        """Draft, verify, and move on; return the cycle, and the accepted drafts of the open sequences."""
+    def _cycle(self, length: int) -> Cycle:
+        """Draft, verify, and move on."""
         self.results.statistics.backbone_calls += 1
         return self._settled(self._on_host(self._verified(*self._region("forward", self._read, length))))
 
@@ -121,15 +123,15 @@ class SpeculativeLoop:
             self._end_drafts(warns=not cycle.faults)  # else the backbone itself may be at fault
         return cycle
 
-    def _settled(self, cycle: Cycle) -> tuple[Cycle, list[int]]:
+    def _settled(self, cycle: Cycle) -> Cycle:
         """Count the new tokens, leave them in the cache, and show the session what was verified."""
         cycle = self._sound(cycle)
-        new, accepted = self.results.take(cycle)
+        new = self.results.take(cycle)
         # of a sequence that was cut, the last token that is left is a draft, and counts as the added one
-        if self.results.stopping.holds and sum(new.counts) < sum(accepted) + len(accepted):
+        if self.results.stopping.holds and sum(new.counts) < sum(count + 1 for count in cycle.accepted):
             cycle.result = cycle.result.first(new.on_device)
         self._move_on(cycle, new)
-        return cycle, accepted
+        return cycle
 
     def _move_on(self, cycle: Cycle, new: NewTokens) -> None:
         self.target.keep(new, None if cycle.tree.is_chain else cycle.result.path)
@@ -141,10 +143,8 @@ class SpeculativeLoop:
         if warns:
             self.plan.call.drafter.warn_of_numbers()
 
-    def _sound(self, cycle: Cycle) -> Cycle:
-        """Return a cycle without faults."""
+    def _sound(self, cycle: Cycle) -> Cycle:  # without faults
         return self._repaired(cycle) if cycle.faults else cycle
 
-    def _skipped(self) -> list[bool]:
-        """Return which sequences get nothing in this cycle."""
+    def _skipped(self) -> list[bool]:  # which sequences get nothing in this cycle
         return self.results.done

@@ -34,7 +34,7 @@ from .backbone.wrapped_models import Kwargs, has_foreign_hooks, peft_arguments
 from .call.keywords import USUAL, Keywords, keywords_of
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
 from .call.processing import counts_calls
-from .call.schedule import AdaptiveSchedule
+from .call.schedule import AdaptiveSchedule, ExpectedSchedule
 from .call.state import StateWatch
 from .contract import DraftSession, HiddenLayers, SpeculativeCache, requested_states
 from .drafter import BaseDrafter
@@ -88,7 +88,7 @@ class Plan:
     session: DraftSession
     verifier: Verifier
     watch: StateWatch | None  # notices processors whose state moves; None: none has any
-    schedule: AdaptiveSchedule | None  # chooses the draft length; None: always as long as the session can
+    schedule: AdaptiveSchedule | ExpectedSchedule | None  # chooses lengths; None: as long as the session can
     unfixed: str | None  # why cycles on a static cache have no fixed shapes; None: they have, or the cache is another
     unrecorded: str | None  # why they are not recorded (`graphs`)
     models: tuple[nn.Module, ...]  # all that runs in a cycle of a static cache
@@ -214,7 +214,7 @@ def plan_of(
         session=session,
         verifier=verifier,
         watch=made.processing.watch() if made.speculates and made.processors else None,
-        schedule=drafter.schedule_of(session, made) if made.schedule == "adaptive" else None,
+        schedule=drafter.schedule_of(session, made),
         unfixed=unfixed,
         unrecorded=unrecorded,
         models=models,

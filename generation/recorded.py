@@ -72,14 +72,14 @@ class RecordedLoop(GuardedLoop):
             return super()._length()
         # drafts beyond the end are cut
         self.target.last_position = None if self.results.table is None else self.results.table - 1
-        longest = most if self.schedule is None else self.schedule.length()
+        longest = most if self.schedule is None else self.schedule.length(self.session.kinds(self.fixed))
         return min(n for n in (0, *_LENGTHS, most) if n >= longest)
 
     @property
     def is_steady(self) -> bool:
         return self.recorder is None or self.recorder.is_steady
 
-    def _cycle(self, length: int) -> tuple[Cycle, list[int]]:
+    def _cycle(self, length: int) -> Cycle:
         self.results.statistics.backbone_calls += 1
         drafted = None
         if self.session.reads_host:
@@ -91,7 +91,8 @@ class RecordedLoop(GuardedLoop):
             if cycle.faults and self.ahead is not None:  # it left no trace, so that the next one did its work
                 cycle, self.ahead = self._on_host(self.ahead), None
             if not cycle.faults:
-                return cycle, self.results.take(cycle)[1]
+                self.results.take(cycle)
+                return cycle
         else:
             cycle = self._on_host(self._verified(*self._region("forward", self._read, length, drafted)))
         return self._settled(cycle)

@@ -40,6 +40,7 @@ class Cycle:
     accepted: list[int] = field(default_factory=list)  # drafts per sequence; -1: it gets not even a token
     new: list[list[int]] = field(default_factory=list)  # tokens per sequence, and what follows them in `result.tokens`
     drafts: list[list[int]] = field(default_factory=list)  # real ones per sequence
+    depths: list[int] = field(default_factory=list)  # the longest path of these
     faults: list[int] = field(default_factory=list)  # open sequences that would go on from scores that are no numbers
     strays: list[bool] = field(default_factory=list)  # whether a sequence has any
     rows: Tensor | None = None  # `Verifier.path_rows`, or [B, 1]
@@ -75,7 +76,7 @@ class Cycle:
         start = 1 if real is None else 2
         first = start + (numbers is not None)
         text = first + (0 if self.rows is None else self.rows.shape[1])
-        self.faults, self.strays, self.accepted, self.new, self.drafts = [], [], [], [], []
+        self.faults, self.strays, self.accepted, self.new, self.drafts, self.depths = [], [], [], [], [], []
         for row, (ids, skips) in enumerate(zip(self.report.tolist(), skipped)):
             read = ids[first : min(text, first + 1 + ids[0])]
             if not skips and any(number & _NO_NUMBER == _NO_NUMBER for number in read):
@@ -88,6 +89,7 @@ class Cycle:
             drafts = ids[text + width :] if real is None else ids[text + width :][: ids[1]]
             # how many were drafted before such a number only the device knows
             self.drafts.append(self.new[-1][: ids[0]] if is_stray else drafts)
+            self.depths.append(min(self.tree.depth, len(self.drafts[-1])))
 
     def is_sound(self) -> Tensor | None:
         """Return which sequences are not at fault, [B] bool on the device; None: nothing looks at any."""
@@ -101,6 +103,7 @@ class Cycle:
         self.accepted = [min(count, longest) for count in self.accepted]
         if self.tree.is_chain:
             self.drafts = [draft[:longest] for draft in self.drafts]
+            self.depths = [min(depth, longest) for depth in self.depths]
 
     def has_finite_scores(self) -> bool:
         """Return whether the backbone's scores of the faulty sequences are numbers; the host waits."""
@@ -136,8 +139,9 @@ class Results:
         prompt, config = plan.prompt, plan.config
         self.plan, self.target, self.session, self.config = plan, target, plan.session, config
         self.streamer, self.pad = plan.call.streamer, plan.draft_options.pad
-        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
-        self.statistics.backbone_calls = 1
+        accepted, drafts, depths = ([[] for _ in prompt] for _ in range(3))
+        schedule = "constant" if plan.schedule is None else plan.draft_options.schedule
+        self.statistics = Speculation(accepted, drafts, 1, rows_depths=depths, schedule=schedule)
         self.table = traits_of(plan.call.backbone).table
         self.tokens, self.streamed, self.done = Sequences(prompt), prompt.shape[1], [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
@@ -177,11 +181,8 @@ class Results:
         cycle.write(rows)
         return cycle
 
-    def take(self, cycle: Cycle, is_prefill: bool = False) -> tuple[NewTokens, list[int]]:
-        """Add verified tokens to the sequences, records and statistics, cut where sequences end.
-
-        Return the new tokens, and the accepted drafts of the sequences that were open.
-        """
+    def take(self, cycle: Cycle, is_prefill: bool = False) -> NewTokens:
+        """Add verified tokens to the sequences, records and statistics, cut where sequences end, and return them."""
         before, accepted = self.done, cycle.accepted
         verified = [ids[: count + 1] for ids, count in zip(cycle.new, accepted)]
         if self.records is not None:
@@ -195,13 +196,13 @@ class Results:
         if self.records is not None:
             self.records.cut([n + count for n, count in zip(self.tokens.num_new, counts)])
         if not is_prefill:
-            self.statistics.count(accepted, counts, self.done, cycle.drafts, cycle.tree.depth)
+            self.statistics.count(accepted, counts, self.done, cycle.drafts, cycle.depths)
         self.tokens.keep(new_tokens)
         self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
         self.tokens.drafted_on_host = [len(draft) for draft in cycle.drafts]
         if self.streamer is not None:
             self._stream(self.streamer)
-        return new_tokens, [count for count, done in zip(accepted, before) if not done]
+        return new_tokens
 
     def _stream(self, streamer: BaseStreamer) -> None:
         lengths, ends = self.tokens.lengths, None

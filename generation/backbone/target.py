@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from types import MappingProxyType
@@ -158,6 +158,13 @@ class Traits(NamedTuple):
     convolves: bool
     has_alibi: bool  # only distances count
     by_columns: str | None  # what takes distances from columns, so that the siblings of a tree differ; None: nothing
+    weights: int  # that a token is multiplied with; 0: they are quantised or offloaded, and cost something else
+
+
+def weights_of(modules: Iterable[nn.Module]) -> int:
+    """Return how many weights a token is multiplied with: all but those of tables, which are looked up."""
+    inner = (part for module in modules for part in module.modules() if not isinstance(part, nn.Embedding))
+    return sum(weight.numel() for weight in {own for part in inner for own in part.parameters(recurse=False)})
 
 
 _TRAITS: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
@@ -166,11 +173,12 @@ _TRAITS: WeakKeyDictionary[PreTrainedModel, Traits] = WeakKeyDictionary()
 def traits_of(model: PreTrainedModel) -> Traits:
     """Return the traits of a model, which are found once."""
     if (known := _TRAITS.get(model)) is None:
-        known = _TRAITS[model] = _traits(model.config)
+        is_usual = getattr(model, "hf_quantizer", None) is None and not hasattr(model, "_hf_hook")
+        known = _TRAITS[model] = _traits(model.config, weights_of([model]) if is_usual else 0)
     return known
 
 
-def _traits(config: PreTrainedConfig) -> Traits:
+def _traits(config: PreTrainedConfig, weights: int) -> Traits:
     text, kind = config.get_text_config(), layer_class(config)
     blocks, windows, convolves = (kind is each for each in (BlockLayer, CompressedLayer, ConvolvedLayer))
     has_alibi = text.model_type in ("bloom", "mpt") or bool(getattr(text, "alibi", False))
@@ -183,7 +191,7 @@ def _traits(config: PreTrainedConfig) -> Traits:
     }
     by_columns = next((reason for reason, holds in reasons.items() if holds), None)
     table, border = learned_positions(text), rotary_border(text)
-    return Traits(table, border, kind, blocks, windows, convolves, has_alibi, by_columns)
+    return Traits(table, border, kind, blocks, windows, convolves, has_alibi, by_columns, weights)
 
 
 def note_positions(cache: Cache, position_ids: Tensor) -> None:

@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..backbone.target import traits_of
 from ..backbone.wrapped_models import Kwargs
 from ..contract import DraftTree
 from ..tensors.sampling import draw
 from .constraints import DraftMasks
+from .costs import BlockCosts
 from .processing import Processing
 from .sequences import Sequences
 
-SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
-"""Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
+SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive", "expected")
+"""Values of `num_assistant_tokens_schedule`; all but the last two draft a constant number here."""
 GENERATE_KWARGS = (
     "verification", "draft_tree", "uniforms", "seed", "slot_budget", "draft_vocabulary", "scope",
 )  # fmt: skip
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
+_LEAST_WEIGHTS = 10_000_000  # of a language model that anybody waits for
 _ANY = 1 << 31  # more tokens than any call has
 Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]
 """Keyword arguments and configs, of which the first that sets an option decides."""
@@ -31,6 +34,7 @@ LONGEST_PATH = 32
 """More tokens than a path of any usual draft has: drafts of the longest sequences go beyond the end, and slots follow
 them. Shorter ones are never cut before a call, so that what schedules learned holds for calls of any length."""
 _LARGEST_TREE, _MOST_BRANCHES = 96, 16  # the same for the tokens of a tree, and for the branches of one without a size
+_FIXING = "draft_tree", "uniforms", "seed", "slot_budget"  # whoever sets one has chosen what is drafted
 _ASSISTED = "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"
 
 
@@ -47,6 +51,7 @@ class CallOptions:
     extra: Kwargs = field(default_factory=dict)  # of one kind of drafter only: a seed, a draft vocabulary, tokenizers
     needs_our_loop: bool = False  # even where nothing is drafted: tokens come from the call's uniforms
     speculates: bool = False
+    is_asked: bool = False  # somebody has set the schedule
 
     @property
     def is_ours(self) -> bool:
@@ -95,8 +100,10 @@ class CallOptions:
         extra, call = {name: values[name] for name in GENERATE_KWARGS[2:] if values[name] is not None}, sources[:1]
         if (tokenizer := first_set("assistant_tokenizer", call)) is not None:
             extra |= {"assistant_tokenizer": tokenizer, "tokenizer": first_set("tokenizer", call)}
-        assisted = number, schedule or "constant", threshold or 0.0
-        return cls(use_mtp, values["verification"], *assisted, values["draft_tree"], extra)
+        is_fixed = number or threshold or any(values[name] is not None for name in _FIXING)
+        assisted = number, schedule or ("constant" if is_fixed else "expected"), threshold or 0.0
+        own = values["verification"], *assisted, values["draft_tree"], extra
+        return cls(use_mtp, *own, is_asked=schedule is not None)
 
 
 def first_set(name: str, sources: Sources) -> Any:
@@ -174,6 +181,14 @@ class DraftOptions(CallOptions):
         """The processors, at several positions of ragged sequences; their padding is an id of the vocabulary."""
         pad = self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
         return Processing(self.processors, pad, self.ends, self.prompt.shape[1])
+
+    @cached_property
+    def block(self) -> BlockCosts | None:
+        """What blocks cost, where that decides the lengths of drafts; None: they are as long as they can be."""
+        model, weights = self.backbone, traits_of(self.backbone).weights
+        if self.schedule != "expected" or self.cache == "static" or not (self.is_asked or weights >= _LEAST_WEIGHTS):
+            return None
+        return BlockCosts.of(model.dtype, model.device, max(weights, 1), len(self.prompt))
 
     @property
     def may_exclude_all(self) -> bool:

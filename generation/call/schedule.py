@@ -1,5 +1,7 @@
 """The number of tokens to draft next, from past acceptance and the cost of cycles. Knows no model.
 
+What cycles cost is known beforehand (`ExpectedSchedule`, the default), or is measured (`AdaptiveSchedule`).
+
 The choice depends on finished cycles only, never on the draft it is made for, so that speculation stays lossless.
 """
 
@@ -7,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import accumulate
 
 _DECAY, _DECAY_OVERALL = 0.98, 0.999
@@ -18,14 +21,21 @@ _PACE_SHARE, _PACE_STEP = 0.4, 2.0  # how much of a cycle's surprise is the mach
 _PROBE_BUDGET, _PROBE_AGE = 0.02, 16
 _HOPELESS = 0.5  # a shorter draft would have to take half the time that it took before
 _PLAIN_BONUS = 1.06  # expectations err upwards, for the best of many is taken, and the slowest sequence ends a batch
+_PRIOR_TRIALS = 4.0  # what an expectation of a kind of drafts counts as
+_HOPE = 0.8  # the acceptance for which drafts are asked again
+_PAUSE = 16  # plain cycles before that, at first
 
 
 class AcceptanceRates:
-    """Running acceptance by draft position, up to `longest`; old verifications fade."""
+    """Running acceptance by draft position, up to `longest`; old verifications fade.
 
-    def __init__(self, longest: int) -> None:
+    Before anything is known, a share of `first` drafts is expected to be accepted, and of `later` ones behind those.
+    """
+
+    def __init__(self, longest: int, first: float = 0.5, later: float = 0.5, weight: float = 1.0) -> None:
         self.hits, self.trials = [0.0] * longest, [0.0] * longest
-        self.overall = [0.5, 1.0]  # hits and trials of all positions, which fade slowly
+        # hits and trials of the first position, and of all later ones, which fade slowly
+        self.overall = [[first * weight, weight], [later * weight, weight]]
 
     def update(self, drafted: int, accepted: list[int]) -> None:
         """Note a verification of `drafted` tokens in each sequence."""
@@ -34,16 +44,77 @@ class AcceptanceRates:
             fresh = [sum(count > position for count in accepted), sum(count >= position for count in accepted)]
             self.hits[position] += fresh[0]
             self.trials[position] += fresh[1]
-            self.overall = [_DECAY_OVERALL * old + new for old, new in zip(self.overall, fresh)]
+            place = min(position, 1)
+            self.overall[place] = [_DECAY_OVERALL * old + new for old, new in zip(self.overall[place], fresh)]
+
+    def fade(self, share: float) -> None:
+        """Leave a share of everything that was counted."""
+        self.hits, self.trials = ([share * count for count in counts] for counts in (self.hits, self.trials))
+        self.overall = [[share * count for count in counts] for counts in self.overall]
 
     def survival(self) -> list[float]:
         """Return S_1 .. S_longest: the product of the rates per position, each drawn towards that of all positions."""
-        overall = self.overall[0] / self.overall[1]
+        first, later = (hits / trials for hits, trials in self.overall)
         shares, survival = [], 1.0
-        for hits, trials in zip(self.hits, self.trials):
-            survival *= (hits + _SHARED_TRIALS * overall) / (trials + _SHARED_TRIALS)
+        for position, (hits, trials) in enumerate(zip(self.hits, self.trials)):
+            survival *= (hits + _SHARED_TRIALS * (later if position else first)) / (trials + _SHARED_TRIALS)
             shares.append(survival)
         return shares
+
+
+class ExpectedSchedule:
+    """The length with the most expected tokens for what cycles cost, of 0 (plain decoding) to the longest.
+
+    Drafting m tokens yields 1 + S_1 + ... + S_m tokens on average, by the acceptance of this call's earlier cycles: a
+    function of its text, so that a seed repeats a call. Kinds of drafts, as n-grams of one token and of three, have
+    rates of their own. Where no length pays for a kind, its drafts are asked again after 16, 32, 64, ... cycles.
+
+    Args:
+        costs: By kind of drafts, of cycles by length, in those of length 0.
+        priors: By kind, the acceptance that is expected of a first token, and of later ones.
+        lookahead: 1 where the forward of one cycle makes the draft of the next, else 0.
+    """
+
+    def __init__(
+        self, costs: Sequence[Sequence[float]], priors: Sequence[tuple[float, float]], lookahead: int = 0
+    ) -> None:
+        self.costs, self.lookahead, self.longest = costs, lookahead, max(map(len, costs)) - 1
+        self.rates = [AcceptanceRates(self.longest, *prior, weight=_PRIOR_TRIALS) for prior in priors]
+        self.pauses, self.waited, self.kinds = [_PAUSE] * len(priors), [0] * len(priors), list[int]()
+        self.again = 0  # cycles that are still asked for drafts
+
+    def length(self, kinds: Sequence[int]) -> int:
+        """Return the length of the next drafts, whose kinds are known of every sequence; -1: it gets none."""
+        self.kinds, gains = list(kinds), [0.0] * self.longest
+        for kind, count in Counter(kind for kind in kinds if kind >= 0).items():
+            gains = [gain + count * share / len(kinds) for gain, share in zip(gains, self.rates[kind].survival())]
+        if (kind := max(kinds, default=-1)) < 0:
+            return 0
+        hopeful = [_HOPE ** (position + 1) for position in range(self.longest)]
+        if self.again:
+            self.again -= 1
+            return self._best(kind, hopeful)
+        if best := self._best(kind, gains):
+            self.pauses[kind] = _PAUSE
+            return best
+        self.waited[kind] += 1
+        if self.waited[kind] <= self.pauses[kind]:
+            return 0
+        self.waited[kind], self.pauses[kind], self.again = 0, 2 * self.pauses[kind], self.lookahead
+        self.rates[kind].fade(0.5)  # text has gone on since
+        return self._best(kind, hopeful)
+
+    def update(
+        self, drafted: int, accepted: list[int], seconds: float | None, requested: int, depths: Sequence[int]
+    ) -> None:
+        """Note a finished cycle, as in `AdaptiveSchedule`, with the longest path of the draft per sequence."""
+        for kind, depth, count in zip(self.kinds, depths, accepted):
+            if kind >= 0 and depth and count >= 0:
+                self.rates[kind].update(depth, [count])
+
+    def _best(self, kind: int, gains: list[float]) -> int:
+        rates = [gain / cost for gain, cost in zip(accumulate(gains, initial=1.0), self.costs[kind])]
+        return max(range(len(rates)), key=rates.__getitem__)
 
 
 class CycleCosts:
@@ -107,7 +178,7 @@ class AdaptiveSchedule:
         schedule._again = 0
         return schedule
 
-    def length(self) -> int:
+    def length(self, kinds: Sequence[int] = ()) -> int:
         """Return full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""
         if self.cycles == 1 - self.lookahead:
             return 0
@@ -125,8 +196,20 @@ class AdaptiveSchedule:
         best = max(range(self.longest + 1), key=rates.__getitem__)
         return self._probe(best, yields, seconds)
 
-    def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
-        """Note a finished cycle: tokens of the draft, accepted ones per open sequence, wall time, requested length."""
+    def update(
+        self,
+        drafted: int,
+        accepted: list[int],
+        seconds: float | None,
+        requested: int | None = None,
+        depths: Sequence[int] = (),
+    ) -> None:
+        """Note a finished cycle: tokens of the draft, accepted ones per sequence (-1: none asked), wall time, request.
+
+        The time is None where the next cycle of its kind takes another; the paths of single sequences are not read.
+        """
+        if seconds is None:
+            return
         self.cycles += 1
         # with `lookahead` the next draft is made in this cycle, and costs; elsewhere the one that was verified
         requested = drafted if requested is None or not self.lookahead else requested

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -221,6 +222,7 @@ class Speculation:
         verify_seconds: Time spent on verification and on waiting for the backbone's result.
         rows_depths: Per sequence, the longest path of each draft where drafts are trees; empty: all are chains.
         vocabulary_coverage: The share of the new tokens that a smaller draft vocabulary holds; None: it holds all.
+        schedule: What chose the lengths of drafts: a `num_assistant_tokens_schedule`.
         graphs: What was recorded and replayed; None: the call asked for no static cache.
     """
 
@@ -233,15 +235,18 @@ class Speculation:
     verify_seconds: float = field(default=0.0, compare=False)
     rows_depths: list[list[int]] = field(default_factory=list)
     vocabulary_coverage: float | None = None
+    schedule: str = "constant"
     graphs: Graphs | None = field(default=None, compare=False)
 
-    def count(self, accepted: list[int], new: list[int], done: list[bool], drafts: list[list[int]], depth: int) -> None:
+    def count(
+        self, accepted: list[int], new: list[int], done: list[bool], drafts: list[list[int]], depths: list[int]
+    ) -> None:
         """Add a verification: accepted drafts per sequence (-1: it was not asked), new tokens, and which have ended."""
         for index, draft in enumerate(drafts):
             if accepted[index] >= 0:
                 self.rows_accepted[index].append(min(accepted[index], new[index] - (not done[index])))
                 self.rows_drafts[index].append(draft)
-                self.rows_depths[index].append(min(depth, len(draft)))
+                self.rows_depths[index].append(depths[index])
 
     def time(self, started: float, drafted: float, called: float, ended: float) -> None:
         """Add a cycle by its seconds: when it began, had its draft, had called the backbone, and ended."""
@@ -272,10 +277,22 @@ class Speculation:
     @property
     def accepted_by_position(self) -> list[float]:
         """For draft positions 1, 2, ...: the share of all verifications that accept so many drafts; it falls."""
-        depths = self.rows_depths or [map(len, drafts) for drafts in self.rows_drafts]
-        longest = max(chain.from_iterable(depths), default=0)
+        longest = max(self.lengths, default=0)
         accepted = list(chain.from_iterable(self.rows_accepted))
         return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, longest + 1)]
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """How many verifications had drafts of each length, 0 among them: what was chosen, within what there was."""
+        depths = self.rows_depths or [map(len, drafts) for drafts in self.rows_drafts]
+        return dict(sorted(Counter(chain.from_iterable(depths)).items()))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What adds up over calls: new tokens, calls as in `rows_calls`, verifications, accepted drafts."""
+        accepted = list(chain.from_iterable(self.rows_accepted))
+        calls = {"calls": sum(self.rows_calls), "verifications": len(accepted), "accepted": sum(accepted)}
+        return {"tokens": self.new_tokens} | calls
 
     @property
     def rows_calls(self) -> list[int]:

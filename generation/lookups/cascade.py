@@ -13,6 +13,7 @@ from ..attach import AttachableDrafter
 from ..backbone.backbones import takes_dense_masks
 from ..backbone.target import is_recurrent
 from ..backbone.wrapped_models import Kwargs
+from ..call.costs import BlockCosts
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences, Speculation
 from ..contract import (
@@ -138,6 +139,11 @@ class DrafterCascade(AttachableDrafter):
                 raise ValueError(f"drafters: {type(drafter).__name__} {reason}, and cannot be one of several so")
         return CascadeSession(sessions, self.calibrations[options.do_sample], self.least, self.joins)
 
+    def cycle_costs(self, session: DraftSession, backbone: PreTrainedModel, block: BlockCosts) -> list[list[float]]:
+        assert isinstance(session, CascadeSession)
+        pairs = zip(self.drafters, session.sessions)
+        return [costs for drafter, part in pairs for costs in drafter.cycle_costs(part, backbone, block)]
+
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
         return self.last.make_verifier(options, cast(CascadeSession, session).sessions[-1])
 
@@ -165,6 +171,9 @@ class CascadeSession(DraftSession):
     ) -> None:
         self.sessions, self.calibrations, self.least, self.joins = sessions, calibrations, least, joins
         self.chosen: int | None = None
+        self.decided: int | None = None  # whose draft is next, where `kinds` has looked
+        # two drafts at once are as long as they can be
+        self.priors = [] if joins else [prior for session in sessions for prior in session.priors]
         self.num_tokens = max(session.num_tokens for session in sessions)
         self.reads_cache = any(session.reads_cache for session in sessions)
         self.hidden_layers = joined_layers(*(session.hidden_layers for session in sessions))
@@ -174,13 +183,29 @@ class CascadeSession(DraftSession):
         for session in self.sessions:
             session.begin(outputs, view)
 
+    def kinds(self, tokens: Sequences) -> list[int]:
+        """Return the kinds of the drafts of the session that drafts next; see `propose`."""
+        before = 0
+        for index, session in enumerate(self.sessions):
+            kinds = session.kinds(tokens)
+            self.decided = index
+            if session is self.sessions[-1] or self._expects(index):
+                break
+            before += len(session.priors)
+        return [kind if kind < 0 else before + kind for kind in kinds]
+
+    def _expects(self, index: int) -> bool:
+        return (self.sessions[index].expected or 0.0) * self.calibrations[index].factor >= self.least
+
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return one session's draft, or two in one tree; the others get length 0, and read what comes before."""
         *sure, last = self.sessions
+        decided, self.decided = self.decided, None
         chosen = guess = self.chosen = None
         for index, session in enumerate(sure):
             tree = session.propose(tokens, 0 if chosen is not None else min(length, session.num_tokens))
-            if chosen is None and length and (session.expected or 0.0) * self.calibrations[index].factor >= self.least:
+            is_next = self._expects(index) if decided is None else index == decided
+            if chosen is None and length and is_next:
                 chosen, self.chosen = tree, index
             elif self.joins and guess is None and tree.tokens.shape[1]:
                 guess = tree

@@ -16,6 +16,9 @@ from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange, made_once
 from .base import TableDrafter, TableSession, merged
 
+_MOST_COST = 2.0
+"""What a block may cost, in plain tokens, where nobody has chosen its size."""
+
 
 class LookaheadDrafter(TableDrafter):
     """Drafts n-grams that the backbone itself has made while it decoded, without a model or text that repeats itself.
@@ -79,23 +82,33 @@ class LookaheadSession(TableSession):
 
     guesses: Tensor  # [B, L, W] int64; level l of position i follows level l - 1 of it, level 0 that of position i - 1
 
+    priors = ((0.3, 0.5),)
+
     def __init__(self, options: DraftOptions, drafter: LookaheadDrafter) -> None:
-        self.levels, self.positions = drafter.sizes(options.num_tokens)
-        super().__init__(options, drafter.table_of(options)[..., : self.levels])  # [V + 1, G, L]
-        self.num_tokens = self.levels + self.positions - 1
+        self.levels, self.window = drafter.sizes(options.num_tokens)
+        candidates = drafter.candidates
+        if (block := options.block) is not None:
+            while block(1 + self.levels * (candidates + self.window)) > _MOST_COST and max(candidates, self.window) > 1:
+                candidates, self.window = (candidates + 1) // 2, (self.window + 1) // 2
+        super().__init__(options, drafter.table_of(options)[:, :candidates, : self.levels])  # [V + 1, G, L]
+        self.num_tokens = self.levels + self.window - 1
+
+    def positions(self, length: int) -> int:
+        """See `DraftSession`; shorter drafts would leave out what later ones are made of."""
+        return 1 + self.levels * (self.table.shape[1] + self.window)
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """Begin with guesses from the prompt; without trees, there is one level of them, and no candidates."""
         self.view = view
         if not (view.takes_trees and self.options.draft_tree):
-            self.levels, self.positions, self.table = 1, self.num_tokens, self.table[:, :0, :1]
-        prompt, count = self.options.prompt, self.levels * self.positions
+            self.levels, self.window, self.table = 1, self.num_tokens, self.table[:, :0, :1]
+        prompt, count = self.options.prompt, self.levels * self.window
         spread = cached_arange(count, prompt.device) * 7 + 1  # [L W]
         if prompt.shape[1]:
             known = prompt[:, spread % prompt.shape[1]]  # [B, L W]
         else:
             known = (spread % (len(self.table) - 1)).expand(len(prompt), -1)
-        self._keep(known.unflatten(1, (self.levels, self.positions)))
+        self._keep(known.unflatten(1, (self.levels, self.window)))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if length < 1:
@@ -107,18 +120,18 @@ class LookaheadSession(TableSession):
         if length < self.num_tokens:
             return DraftTree(nodes, parents, depth=grams.shape[1])
         behind = self.guesses[:, 1:].transpose(1, 2).flatten(1)  # [B, W (L - 1)]
-        window = _window_parents(self.levels, self.positions, parents.shape[1], nodes.device).expand(len(nodes), -1)
+        window = _window_parents(self.levels, self.window, parents.shape[1], nodes.device).expand(len(nodes), -1)
         nodes = torch.cat([nodes, self.guesses[:, 0], behind], 1)  # [B, m]
         parents = torch.cat([parents, window], 1)
         return DraftTree(nodes, parents, depth=self.num_tokens)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Note an n-gram for every position, and move the window behind what was added."""
-        nodes = self.levels * (self.table.shape[1] + self.positions)
+        nodes = self.levels * (self.table.shape[1] + self.window)
         if outputs.block is None or outputs.block[0].shape[1] != 1 + nodes:  # near the end it has no window
             return
         added, unread = self.view.new_tokens.on_device, len(self.table) - 1
-        ends = _window_ends(self.levels, self.positions, added.device) - self.levels * self.positions
+        ends = _window_ends(self.levels, self.window, added.device) - self.levels * self.window
         new = outputs.block[1][:, ends, :unread].argmax(-1)  # [B, W]
         grown = torch.cat([self.guesses[:, 1:], new[:, None]], 1)  # [B, L, W], behind each first guess
         if self.table.shape[1]:
@@ -130,8 +143,8 @@ class LookaheadSession(TableSession):
             is_same = (known == grams[:, None]).all(-1).long()  # [B W, G]
             moves = is_same.cumsum(1) == is_same  # up to the old position, or all
             self.write(first, torch.where(moves[..., None], newer, known))
-        shift = cached_arange(self.positions, added.device) + (added[:, None] - 1).clamp(min=0)  # [B, W]
-        self._keep(grown.gather(2, (shift % self.positions)[:, None].expand_as(grown)))
+        shift = cached_arange(self.window, added.device) + (added[:, None] - 1).clamp(min=0)  # [B, W]
+        self._keep(grown.gather(2, (shift % self.window)[:, None].expand_as(grown)))
 
     def _keep(self, guesses: Tensor) -> None:
         self.guesses = self.view.held("lookahead.guesses", guesses)

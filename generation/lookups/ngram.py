@@ -11,9 +11,12 @@ from transformers import GenerationConfig
 from ...configuration.fields import check_values
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
-from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..contract import CacheView, DraftSession, DraftTree
 from ..tensors.masks import cached_arange
 from .base import LookUpDrafter, merged
+
+_PRIORS = (0.15, 0.45), (0.35, 0.55), (0.55, 0.7)
+"""Which shares of first and of later drafts are accepted after n-grams of 1, 2, ... tokens, in answers of SmolLM2."""
 
 
 class NgramDrafter(LookUpDrafter):
@@ -21,8 +24,7 @@ class NgramDrafter(LookUpDrafter):
 
     The longest n-gram that ends the sequence and occurred in it before wins, and of several matches the latest; their
     continuations are deterministic drafts, so sampling stays exact. With `branches` above 1 the best matches are
-    drafted as a tree. A sequence whose drafts were rejected gets shorter ones, and longer ones again as they are
-    accepted: of k drafts, a of them accepted, the next has max(2 a + 2, k / 2) tokens at most.
+    drafted as a tree.
 
     Args:
         longest: Tokens of the longest n-gram to look for.
@@ -56,77 +58,52 @@ class NgramDrafter(LookUpDrafter):
 
 
 class NgramSession(DraftSession):
-    """The drafts of one call.
-
-    The host knows the lengths of drafts as well as the device; where shapes are fixed, drafts are as long as any may
-    be, and `num_nodes` counts.
-    """
+    """The drafts of one call; n-grams of each length are a kind of drafts."""
 
     takes_fixed = True
-    has_draft: Tensor  # [B] bool, whether the newest draft has tokens
-    reach_on_device: Tensor | None = None  # [B] int64, the length of every next draft; None before the first
+    is_fixed = False
+    quality: Tensor | None = None  # [B, W], of the next draft, where `kinds` has looked
 
     def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
         self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
         self.options = options
-        # a schedule that measures tries its own lengths
-        self.is_adaptive = options.schedule != "adaptive"
-        # the same as `reach_on_device`, 0 where a sequence has ended; empty where shapes are fixed
-        self.is_fixed, self.reach = False, list[int]()
+        self.priors = [_PRIORS[min(size, len(_PRIORS) - 1)] for size in range(longest)]
 
     def begin(self, outputs: object, view: CacheView) -> None:
-        self.view, self.is_fixed = view, view.is_fixed
+        self.is_fixed = view.is_fixed
 
-    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        new = self.view.new_tokens
-        if not self.is_adaptive or self.reach_on_device is None:
-            return
-        each = zip(self.reach, new.counts, self.tokens.drafted_on_host)
-        self.reach = [
-            0 if not count else min(max(2 * count, reach // 2), self.num_tokens) if drafted else reach
-            for reach, count, drafted in each
-        ]
-        accepted = (new.on_device - 1).clamp(min=0)  # [B]
-        longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)  # [B]
-        self.reach_on_device = self._held("reach", torch.where(self.has_draft, longer, self.reach_on_device))  # [B]
+    def kinds(self, tokens: Sequences) -> list[int]:
+        self.quality = self._quality(tokens)  # [B, W]
+        found = (self.quality.amax(1) // self.quality.shape[1] - 1).tolist()
+        return [-1 if done else kind for kind, done in zip(found, tokens.done)]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return the continuations of the best matches, which repeat from the match on where they reach the end."""
-        self.tokens = tokens
+        known, self.quality = self.quality, None
         if length < 1:
-            self.has_draft = tokens.ends < 0
             return DraftTree.chain(tokens.ids[:, :0])
-        if self.reach_on_device is None:
-            self.reach_on_device = self._held("reach", torch.full_like(tokens.ends, self.num_tokens))  # [B]
-            self.reach = [] if self.is_fixed else [self.num_tokens] * len(tokens.ids)
-        length = min(length, max(self.reach, default=length))
-        quality = self._quality(tokens)  # [B, W]
+        quality = self._quality(tokens) if known is None else known  # [B, W]
         branches = min(self.branches, quality.shape[1])
         best = quality.topk(branches, dim=1)  # [B, branches]
         matches = torch.where(best.values > 0, best.indices, best.indices[:, :1])
         period = (tokens.ends[:, None] - 1 - matches).clamp(min=1)  # [B, branches]
         source = matches[..., None] + 1 + cached_arange(length, matches.device) % period[..., None]  # [B, branches, m]
         drafts = tokens.at(source.transpose(1, 2).flatten(1))  # level by level, so that short drafts end
-        self.has_draft = self._held("has_draft", best.values[:, 0] > 0)  # [B]
-        counts = torch.where(self.has_draft, branches * self.reach_on_device.clamp(max=length), 0)
+        counts = branches * length * (best.values[:, 0] > 0)  # [B]
+        if counts.is_cpu and not self.is_fixed and not counts.any():  # elsewhere the host would wait for it
+            return DraftTree.chain(tokens.ids[:, :0])
         if branches == 1:
             return DraftTree.chain(drafts, num_nodes=counts)
         return DraftTree(drafts, merged(drafts.unflatten(1, (length, branches))), depth=length, num_nodes=counts)
-
-    def _held(self, name: str, value: Tensor) -> Tensor:
-        return self.view.held(f"ngram.{name}", value) if self.is_fixed else value
 
     def _quality(self, tokens: Sequences) -> Tensor:
         """Return how good every position is to continue from, [B, W] int64; 0: useless."""
         width = tokens.ids.shape[1] if self.is_fixed else max(tokens.lengths)
         ids, steps = tokens.ids[:, :width], tokens.steps[:width]
         newest, last = tokens.newest(self.longest), tokens.ends[:, None] - 1  # [B, n], [B, 1]
-        same = steps < last  # a match has a next token
-        length = torch.zeros_like(ids)  # [B, W], of the n-gram that ends in each position
-        for back in range(min(self.longest, width)):
-            shifted = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]  # [B, W]
-            same = same & (shifted == newest[:, self.longest - 1 - back, None])  # [B, W]
-            length = length + same
+        same = torch.nn.functional.pad(ids, (self.longest - 1, 0), value=-1).unfold(1, self.longest, 1)  # [B, W, n]
+        same = (same == newest[:, None]) & (steps < last)[..., None]  # a match has a next token
+        length = same.flip(2).cumprod(2).sum(2)  # [B, W], of the n-gram that ends in each position
         masks = self.options.masks(tokens, is_warped=False)
         if masks is not None:  # no matches before an excluded token
             size = self.options.backbone.config.get_text_config().vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -11,6 +12,7 @@ from transformers import GenerationConfig
 
 from ...configuration.fields import check_values
 from ..backbone.backbones import takes_dense_masks
+from ..backbone.wrapped_models import Kwargs
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
@@ -72,21 +74,42 @@ class RecyclingDrafter(TableDrafter):
 
 
 @cache
-def _shape(depth: int, top_k: int, nodes: int) -> list[tuple[int, ...]]:
-    """Return the best tree, if candidates were right by their rank alone: paths of ranks, at most `depth` long."""
+def _shape(depth: int, top_k: int, nodes: int) -> tuple[list[tuple[int, ...]], list[float]]:
+    """Return the best tree, if candidates were right by their rank alone, and how often each node is accepted then.
+
+    Its paths of ranks are at most `depth` long, the likeliest first.
+    """
     accuracies = _FIRST / torch.arange(1.0, top_k + 1) ** _FALL
-    return choices_from_accuracies(accuracies.expand(depth, -1), nodes)
+    choices = choices_from_accuracies(accuracies.expand(depth, -1), nodes)
+    return choices, [math.prod(accuracies[list(path)].tolist()) for path in choices]
 
 
 class RecyclingSession(TableSession):
     """The drafts of one call."""
 
-    def begin(self, outputs: object, view: CacheView) -> None:
-        """Choose the shape of the drafts: a chain where none is requested, or the cache takes no trees."""
-        self.view = view
-        tree = (view.takes_trees and self.options.draft_tree) or {"top_k": 1, "total_tokens": self.num_tokens + 1}
+    priors = ((0.4, 0.5),)
+
+    def __init__(self, options: DraftOptions, table: Tensor) -> None:
+        super().__init__(options, table)
+        self._choose(options.draft_tree)
+
+    def _choose(self, tree: Kwargs | None) -> None:
+        """Choose the shape of the drafts: a chain where no tree is requested, and what pays where nothing is."""
+        tree = tree or {"top_k": 1, "total_tokens": self.num_tokens + 1}
         size = min(tree.get("top_k", 1), self.table.shape[1]), tree.get("total_tokens", 2) - 1
-        self.choices: list[tuple[int, ...]] = tree.get("choices") or _shape(self.num_tokens, *size)
+        self.choices: list[tuple[int, ...]] = tree.get("choices")
+        if self.choices is None:
+            self.choices, shares = _shape(self.num_tokens, *size)
+            if (block := self.options.block) is not None:
+                self.choices = self.choices[: max(block.best(shares), 1)]
+
+    def begin(self, outputs: object, view: CacheView) -> None:
+        self.view = view
+        if not view.takes_trees:
+            self._choose(None)
+
+    def positions(self, length: int) -> int:
+        return 1 + sum(len(path) <= length for path in self.choices)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if length < 1:

@@ -36,7 +36,11 @@ _RANGES = {
     "least": "[0, 1]",
 }
 _CALLS = count()
+_PRIORS = (0.15, 0.45), (0.4, 0.6), (0.65, 0.8), (0.85, 0.9)
+"""Which shares of first and of later tokens are accepted of drafts of 1, of 2 and 3, of 4 to 7, and of more tokens."""
 Scope = str | int
+Found = list[tuple[list[tuple[int, int]], float]]
+"""Per sequence, tokens of a draft with the numbers of their parents, and how many should be accepted."""
 
 
 class SuffixDrafter(LookUpDrafter):
@@ -206,6 +210,8 @@ class SuffixSession(DraftSession):
 
     expected: float = 0.0
     takes_fixed = reads_host = True
+    priors = _PRIORS
+    found: Found | None = None  # the longest drafts, where `kinds` has looked
 
     def __init__(self, drafter: SuffixDrafter, options: DraftOptions) -> None:
         self.drafter, self.num_tokens, self.options = drafter, options.num_tokens, options
@@ -249,24 +255,42 @@ class SuffixSession(DraftSession):
             for reader, text in parts:
                 reader.follow(text, store.depth)
 
+    def kinds(self, tokens: Sequences) -> list[int]:
+        """See `DraftSession`: by the length of a draft, which that of the matched run decides."""
+        self.found = self._look_up(tokens, self.num_tokens)
+        return [min(len(draft).bit_length(), len(self.priors)) - 1 for draft, _ in self.found]
+
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        found, self.found = self.found, None
+        if length < 1:
+            self._read_all(tokens)
+            return DraftTree.chain(tokens.ids[:, :0])
+        if found is None or length < self.num_tokens:
+            found = self._look_up(tokens, length)
+        fixed = (length, self._nodes(length)) if self.is_fixed else ()
+        return _tree([draft for draft, _ in found], tokens.ids.device, self.width == 1, *fixed)
+
+    def _read_all(self, tokens: Sequences) -> None:
         if self.tokens is None:
             self.tokens, self.num_read = tokens, list(tokens.lengths)
             self._read_prompts(tokens)
         elif self.is_fixed:
             self._read_newest()
-        if length < 1:
-            return DraftTree.chain(tokens.ids[:, :0])
-        drafter, drafts, total = self.drafter, list[list[tuple[int, int]]](), 0.0
+
+    def _nodes(self, length: int) -> int:
+        return min(self.nodes, length) if self.width == 1 else self.nodes
+
+    def _look_up(self, tokens: Sequences, length: int) -> Found:
+        """Return the draft of every sequence [B], and how many of its tokens should be accepted."""
+        self._read_all(tokens)
+        how, of_drafter = (length, self._nodes(length), self.width), (self.drafter.factor, self.drafter.least)
         rows = zip(self.stores, self.readers, tokens.newest_on_host, self._allowed(tokens))
-        nodes = min(self.nodes, length) if self.width == 1 else self.nodes
-        for store, reader, newest, allowed in rows:
-            options = (reader.tail, length, nodes, self.width, drafter.factor, drafter.least, allowed)
-            draft, expected = store.draft(*options) if newest else ([], 0.0)  # nothing new: it has ended
-            drafts.append(draft)
-            total += expected
-        self.expected = total / max(sum(map(bool, tokens.newest_on_host)), 1)
-        return _tree(drafts, tokens.ids.device, self.width == 1, *((length, nodes) if self.is_fixed else ()))
+        found = [  # nothing new: it has ended
+            store.draft(reader.tail, *how, *of_drafter, allowed) if newest else ([], 0.0)
+            for store, reader, newest, allowed in rows
+        ]
+        self.expected = sum(expected for _, expected in found) / max(sum(map(bool, tokens.newest_on_host)), 1)
+        return found
 
     def _allowed(self, tokens: Sequences) -> list[Callable[[int], bool] | None]:
         """Return which tokens drafts may begin with under the call's constraints; the host waits for it."""

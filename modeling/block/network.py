@@ -203,6 +203,7 @@ class BlockNetwork(DraftModel):
 
     config: BlockDrafterConfig
     config_class = BlockDrafterConfig
+    drafts_at_once = True
     _no_split_modules = ["BlockLayer"]
 
     def __init__(self, config: BlockDrafterConfig) -> None:

@@ -124,6 +124,7 @@ class RecordingSession(DraftSession):
         self.num_tokens, self.reads_cache = session.num_tokens, session.reads_cache
         self.supports_confidence_threshold = session.supports_confidence_threshold
         self.hidden_layers = joined_layers(session.hidden_layers, self.layers)
+        self.priors, self.kinds, self.positions = session.priors, session.kinds, session.positions
         self.states, self.ids, self.counts = list[Tensor](), list[Tensor](), list[list[int]]()
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:

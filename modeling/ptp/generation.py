@@ -35,7 +35,7 @@ class ParallelDrafter(BaseDrafter):
     config: PTPConfig
     slot_distribution: Callable[[Tensor, Tensor], WindowDistribution]
     rules = ("coupled", "block", "token")
-    reads_prompt = False
+    reads_prompt, drafts_at_once = False, True
     not_served = "it drafts inside the call that verifies, for which no engine has code"
 
     @property

@@ -209,6 +209,9 @@ class ParallelSession(DraftSession):
         tree.auxiliary = self._auxiliary(tokens, draft.shape[1], length)
         return tree
 
+    def positions(self, length: int) -> int:
+        return 1 + length + sum(self._sizes(length, length))
+
     def _masks(self, tokens: Sequences) -> DraftMasks | None:
         return self.options.masks(tokens, self.options.do_sample and self.warps is self.options.processing)
 
@@ -352,6 +355,9 @@ class SeparateSession(ParallelSession):
         self.takes_fixed, self.hidden_layers = False, None  # a sampler head reads states of its own model
         self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
         self.unread = [2] * len(options.prompt)
+
+    def positions(self, length: int) -> int:
+        return 1 + length
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         self.view = view

@@ -23,6 +23,7 @@ SCRIPTS = {
     "cycles": "--only n-gram --batch 1",
     "decoding": "--new-tokens 6 --rounds 1",
     "decoding, batches": "--batch 2 --prompt-length 16 --new-tokens 6 --rounds 1 --processors history --drafter ngram",
+    "defaults": "run --model llama --prompts prompts.jsonl --trained eagle=eagle1 --dtype float32 --new 4",
     "drafters": "llama --seconds 0.1 --rows 4 --only hydra --prompts 1 --new-tokens 6",
     "drafters_table": "",
     "families_table": "--check",

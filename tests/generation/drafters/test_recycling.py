@@ -41,7 +41,7 @@ def cycles(monkeypatch):
 def test_drafts_are_the_candidates_of_what_was_verified_last(cycles, tree):
     model = backbone(vocabulary=40).double()
     drafter = RecyclingDrafter(top_k=3, num_tokens=3, total_tokens=12).attach(model)
-    shape = tree if isinstance(tree, list) else recycling._shape(6, 1, 6) if tree else recycling._shape(3, 3, 11)
+    shape = tree if isinstance(tree, list) else recycling._shape(6, 1, 6)[0] if tree else recycling._shape(3, 3, 11)[0]
     parents, ranks = (part.tolist() for part in static_tree(shape))
     table = {token: [0, 1, 2] for token in range(40)}
     batch = left_padded(prompts(5, vocabulary=40))

@@ -15,6 +15,7 @@ _HOMES = {
     "PTPTrainer": "ptp.trainer",
     "TrainingStrategy": "strategy",
     "cache_features": "features",
+    "log_drafts": "rollouts",
     "regenerate": "regeneration",
 }
 __all__ = list(_HOMES)

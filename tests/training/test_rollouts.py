@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from tests.backbones import train_heads
 from tests.training.test_evaluation_loss import llama
 from tokenahead import DrafterCascade, EagleHead, NgramDrafter, SuffixDrafter
-from tokenahead.training import OnlineDrafterTraining
+from tokenahead.training import OnlineDrafterTraining, log_drafts
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 DRAFTERS = {
@@ -78,6 +78,8 @@ def rollouts(method, drafter, folder, adapt=False, given=(), **options):
         return written[-1]
 
     trainer._generate_single_turn = noted
+    if made is not None:
+        log_drafts(trainer, made)
     torch.manual_seed(0)
     trainer.train()
     assert all(len(each.curve) == 3 and len(each.buffer) >= 24 for each in online)
@@ -112,5 +114,8 @@ def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter,
 def test_rollouts_draft_and_write_the_same_texts(drafter, options, tmp_path):
     options = options | {"top_k": 1, "learning_rate": 0.0}  # of drawn texts the seeds would be others
     _, forwards, texts = rollouts("grpo", "plain", tmp_path, **options)
-    _, fewer, same = rollouts("grpo", drafter, tmp_path, **options)
+    log, fewer, same = rollouts("grpo", drafter, tmp_path, **options)
+    drafted = [row for row in log if "drafts/accepted" in row]  # those of steps that wrote something
+    assert max(row["drafts/tokens_per_call"] for row in drafted) > 1
+    assert all((row["drafts/tokens_per_call"] > 1) == (row["drafts/accepted"] > 0) for row in drafted)
     assert [step[0] for step in same] == [step[0] for step in texts] and fewer < forwards

@@ -102,8 +102,8 @@ class CallOptions:
             extra |= {"assistant_tokenizer": tokenizer, "tokenizer": first_set("tokenizer", call)}
         is_fixed = number or threshold or any(values[name] is not None for name in _FIXING)
         assisted = number, schedule or ("constant" if is_fixed else "expected"), threshold or 0.0
-        own = values["verification"], *assisted, values["draft_tree"], extra
-        return cls(use_mtp, *own, is_asked=schedule is not None)
+        is_asked = schedule is not None
+        return cls(use_mtp, values["verification"], *assisted, values["draft_tree"], extra, is_asked=is_asked)
 
 
 def first_set(name: str, sources: Sources) -> Any:

@@ -97,11 +97,10 @@ class RecyclingSession(TableSession):
         """Choose the shape of the drafts: a chain where no tree is requested, and what pays where nothing is."""
         tree = tree or {"top_k": 1, "total_tokens": self.num_tokens + 1}
         size = min(tree.get("top_k", 1), self.table.shape[1]), tree.get("total_tokens", 2) - 1
-        self.choices: list[tuple[int, ...]] = tree.get("choices")
-        if self.choices is None:
-            self.choices, shares = _shape(self.num_tokens, *size)
-            if (block := self.options.block) is not None:
-                self.choices = self.choices[: max(block.best(shares), 1)]
+        best, shares = _shape(self.num_tokens, *size)
+        if (block := self.options.block) is not None:
+            best = best[: max(block.best(shares), 1)]
+        self.choices: list[tuple[int, ...]] = tree.get("choices") or best
 
     def begin(self, outputs: object, view: CacheView) -> None:
         self.view = view

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import llama, now, resumed, show
+from measuring import llama, markdown, now, resumed, show
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import tokenahead
@@ -171,18 +171,28 @@ def run(options: argparse.Namespace) -> None:
             groups[f"{category} {number}"] = ids_of(texts)
     measured(model, ways, ids_of(["Hello!"] * options.batch), how)  # what a first call sets up
     rows = resumed(options.results, groups, lambda name: measured(model, ways, groups[name], how))
-    names = [name for name in next(iter(rows.values())) if name != "plain"]
-    ratios = {
-        name: [(key.rsplit(" ", 1)[0], row["plain"]["seconds"] / row[name]["seconds"]) for key, row in rows.items()]
-        for name in names
-    }
+    columns = ["way", "categories, mean of medians", "lowest median", "lowest turn", "tokens per call"]
+    print(markdown(columns, summary(rows)))
+
+
+def summary(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return speeds beside the mean of both plain runs of a group, by way."""
+    found = dict[str, dict[str, list[float]]]()
+    for group, row in rows.items():
+        base = (row["plain"]["seconds"] + row["plain again"]["seconds"]) / 2
+        for name in row.keys() - {"plain again"}:
+            of_category = found.setdefault(name, {}).setdefault(group.rsplit(" ", 1)[0], [])
+            of_category.append(base / row[name]["seconds"])
     lines = []
-    for name, found in ratios.items():
-        by_category = [statistics.median(r for c, r in found if c == category) for category in dict(found)]
-        all_of = [ratio for _, ratio in found]
-        shown = statistics.mean(by_category), min(by_category), max(by_category), min(all_of)
-        lines.append([name, *(f"{number:.2f}" for number in shown)])
-    show(["way", "mean of categories' medians", "lowest median", "highest", "lowest turn"], lines, str(options.results))
+    for name in next(iter(rows.values())).keys() & found.keys():
+        medians, per_call = (
+            [statistics.median(each) for each in found[name].values()],
+            [row[name]["tokens_per_call"] for row in rows.values() if "tokens_per_call" in row[name]],
+        )
+        shown = statistics.mean(medians), min(medians), min(min(each) for each in found[name].values())
+        tokens = f"{statistics.mean(per_call):.2f}" if per_call else ""
+        lines.append([name, *(f"{number:.2f}" for number in shown), tokens])
+    return sorted(lines, key=lambda line: -float(line[1]))
 
 
 def lookups(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
+import defaults  # noqa: E402
 import drafters_table  # noqa: E402
 import families_table  # noqa: E402
 import gpu  # noqa: E402
@@ -18,6 +19,7 @@ from analyze import analyze, drafter_and_data  # noqa: E402
 __all__ = [
     "ROOT",
     "analyze",
+    "defaults",
     "drafter_and_data",
     "drafters_table",
     "families_table",

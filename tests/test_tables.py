@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_modules import ROOT, gpu
+from tests.benchmark_modules import ROOT, defaults, gpu
 
 Table = list[list[str]]
 SMOL = {name: ROOT / "model_cards" / "smollm2" / name / "results.json" for name in ("eagle1", "hydra")} | {
@@ -38,7 +38,7 @@ def table(page: str, *head: str) -> Table:
 
 HELD = {
     "README.md": ["drafter | training"],
-    "docs/benchmarks.md": ["decoding | method", "category"],
+    "docs/benchmarks.md": ["decoding | method", "category", "way, "],
     "docs/box.md": ["decoding | head"],
     "docs/circuits.md": [
         "head | context",
@@ -99,6 +99,12 @@ def means(steps: list[dict[str, float]], key: str, first: int, width: int, form:
         if step[key] is not None:
             spans.setdefault(int(step["step"] - first) // width, []).append(step[key])
     return [format(statistics.fmean(spans[span]), form) for span in sorted(spans)]
+
+
+def test_drafters_as_they_come():
+    for head, name in (("way, one sequence", "defaults_avx2"), ("way, eight sequences", "defaults_avx2_batch")):
+        found = defaults.summary(read(ROOT / "docs" / "results" / f"{name}.json"))
+        assert sorted(table("docs/benchmarks.md", head)) == sorted(found)
 
 
 def test_a_policy_that_moves():

@@ -81,13 +81,14 @@ class ExpectedSchedule:
         self.costs, self.lookahead, self.longest = costs, lookahead, max(map(len, costs)) - 1
         self.rates = [AcceptanceRates(self.longest, *prior, weight=_PRIOR_TRIALS) for prior in priors]
         self.pauses, self.waited, self.kinds = [_PAUSE] * len(priors), [0] * len(priors), list[int]()
-        self.again = 0  # cycles that are still asked for drafts
+        self.again, self.ended = 0, 0  # cycles that are still asked for drafts, and sequences that are done
 
     def length(self, kinds: Sequence[int]) -> int:
         """Return the length of the next drafts, whose kinds are known of every sequence; -1: it gets none."""
         self.kinds, gains = list(kinds), [0.0] * self.longest
         for kind, count in Counter(kind for kind in kinds if kind >= 0).items():
-            gains = [gain + count * share / len(kinds) for gain, share in zip(gains, self.rates[kind].survival())]
+            share = count / max(len(kinds) - self.ended, count)
+            gains = [gain + share * alive for gain, alive in zip(gains, self.rates[kind].survival())]
         if (kind := max(kinds, default=-1)) < 0:
             return 0
         hopeful = [_HOPE ** (position + 1) for position in range(self.longest)]
@@ -108,6 +109,7 @@ class ExpectedSchedule:
         self, drafted: int, accepted: list[int], seconds: float | None, requested: int, depths: Sequence[int]
     ) -> None:
         """Note a finished cycle, as in `AdaptiveSchedule`, with the longest path of the draft per sequence."""
+        self.ended = sum(count < 0 for count in accepted)
         for kind, depth, count in zip(self.kinds, depths, accepted):
             if kind >= 0 and depth and count >= 0:
                 self.rates[kind].update(depth, [count])

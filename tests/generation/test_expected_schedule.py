@@ -78,6 +78,8 @@ def test_kinds_of_drafts_have_an_acceptance_of_their_own():
     assert lengths[2::3] == [0] * 66 and min(lengths[100::3]) >= 3 and sum(map(bool, lengths[99::3])) <= 2
     assert schedule.length([1]) == 4 and schedule.length([-1, 1]) == 4 and schedule.length([0]) == 0
     assert schedule.length([-1] * 20 + [1]) == 0  # a block is paid for by all sequences
+    schedule.update(0, [-1] * 20 + [0], None, 0, [0] * 21)
+    assert schedule.length([-1] * 20 + [1]) == 4  # but not for those that have ended
 
 
 def test_costs_lie_between_those_that_were_measured(monkeypatch):

@@ -77,8 +77,8 @@ class SpeculativeLoop:
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
-        tokens = self.results.tokens
-        longest = self.session.num_tokens if self.schedule is None else self.schedule.length(self.session.kinds(tokens))
+        kinds = self.session.kinds(self.results.tokens) if self.schedule and self.schedule.reads_kinds else ()
+        longest = self.session.num_tokens if self.schedule is None else self.schedule.length(kinds)
         left = min(self.results.positions_left(), self.results.tokens_left() - 1)
         return longest if self.session.is_deterministic else max(min(longest, left), 0)  # shortening changes its text
 

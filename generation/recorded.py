@@ -72,7 +72,7 @@ class RecordedLoop(GuardedLoop):
             return super()._length()
         # drafts beyond the end are cut
         self.target.last_position = None if self.results.table is None else self.results.table - 1
-        longest = most if self.schedule is None else self.schedule.length(self.session.kinds(self.fixed))
+        longest = most if self.schedule is None else self.schedule.length()
         return min(n for n in (0, *_LENGTHS, most) if n >= longest)
 
     @property

@@ -75,15 +75,15 @@ class ExpectedSchedule:
         lookahead: 1 where the forward of one cycle makes the draft of the next, else 0.
     """
 
-    def __init__(
-        self, costs: Sequence[Sequence[float]], priors: Sequence[tuple[float, float]], lookahead: int = 0
-    ) -> None:
+    reads_kinds = True
+
+    def __init__(self, costs: list[list[float]], priors: Sequence[tuple[float, float]], lookahead: int = 0) -> None:
         self.costs, self.lookahead, self.longest = costs, lookahead, max(map(len, costs)) - 1
         self.rates = [AcceptanceRates(self.longest, *prior, weight=_PRIOR_TRIALS) for prior in priors]
         self.pauses, self.waited, self.kinds = [_PAUSE] * len(priors), [0] * len(priors), list[int]()
         self.again, self.ended = 0, 0  # cycles that are still asked for drafts, and sequences that are done
 
-    def length(self, kinds: Sequence[int]) -> int:
+    def length(self, kinds: Sequence[int] = ()) -> int:
         """Return the length of the next drafts, whose kinds are known of every sequence; -1: it gets none."""
         self.kinds, gains = list(kinds), [0.0] * self.longest
         for kind, count in Counter(kind for kind in kinds if kind >= 0).items():
@@ -105,9 +105,7 @@ class ExpectedSchedule:
         self.rates[kind].fade(0.5)  # text has gone on since
         return self._best(kind, hopeful)
 
-    def update(
-        self, drafted: int, accepted: list[int], seconds: float | None, requested: int, depths: Sequence[int]
-    ) -> None:
+    def update(self, drafted: int, accepted: list[int], seconds: float | None, asked: int, depths: list[int]) -> None:
         """Note a finished cycle, as in `AdaptiveSchedule`, with the longest path of the draft per sequence."""
         self.ended = sum(count < 0 for count in accepted)
         for kind, depth, count in zip(self.kinds, depths, accepted):
@@ -166,6 +164,8 @@ class AdaptiveSchedule:
         longest: Upper bound of the length.
         lookahead: 1 where the forward of one cycle makes the draft of the next, else 0.
     """
+
+    reads_kinds = False  # on an accelerator the host would wait for them
 
     def __init__(self, longest: int, lookahead: int = 0) -> None:
         self.longest, self.lookahead = longest, lookahead

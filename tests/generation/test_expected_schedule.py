@@ -25,6 +25,7 @@ from tokenahead.generation.call import options as call_options
 from tokenahead.generation.call.costs import POSITIONS, BlockCosts
 from tokenahead.generation.call.schedule import ExpectedSchedule
 from tokenahead.generation.contract import DraftSession
+from tokenahead.generation.lookups.ngram import NgramSession
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 EXPECTED = {"num_assistant_tokens_schedule": "expected"}
@@ -226,3 +227,18 @@ def test_a_cascade_chooses_by_who_drafts(monkeypatch):
     common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
     out = model.generate(ids, assistant_model=cascade, **common, **EXPECTED)
     assert torch.equal(out, model.generate(ids, **common)) and {4} < set(kinds)
+
+
+def test_a_schedule_by_the_clock_asks_for_no_kinds(monkeypatch):
+    """The host would wait for them, and a recorded draft would read what was found outside of it."""
+
+    def asked(self, tokens):
+        raise AssertionError("kinds were asked for")
+
+    monkeypatch.setattr(NgramSession, "kinds", asked)
+    model = backbone()
+    drafter, ids = NgramDrafter().attach(model), torch.tensor([[5, 6, 7, 5, 8, 7, 5]])
+    how = dict(max_new_tokens=20, do_sample=False, assistant_model=drafter)
+    for cache in (None, "static"):
+        out = model.generate(ids, **how, num_assistant_tokens_schedule="adaptive", cache_implementation=cache)
+        assert out.shape[1] == 27

@@ -191,7 +191,6 @@ class BenchRequest(LoadsModel):
     skip_broken: bool = option(False, "leave out lines that hold no prompt")
     no_expected: bool = option(False, "expect no calls along the plain texts")
     quality: bool = option(False, "score answers by the file's references: exact match of numbers, BLEU of texts")
-    recommend: bool = option(False, "say which method and length of drafts pay here")
 
 
 @dataclass(frozen=True)

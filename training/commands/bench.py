@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -19,14 +17,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ... import __version__
-from ...configuration.cache_names import CACHE, cache_of
 from ...generation.backbone.wrapped_models import Kwargs
 from ..evaluation.bench import BLEU, EXACT, LINES, Bench, Protocol, largest_error, measured_results
-from ..evaluation.decoding import CONTROL, PLAIN, methods_of, named_mode
+from ..evaluation.decoding import PLAIN, methods_of, named_mode
 from ..evaluation.prompts import PromptEncoder, read_prompts
 from ..loading import load_model
 from ..requests import BenchRequest
@@ -42,7 +38,6 @@ RESULTS, SETTINGS, BENCH_FIGURE, FRONTIER_FIGURE = "results.json", "settings.jso
 """Names of the files of results, of settings and of the figures."""
 _SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "no_thinking", "force_length"
 """Options that must be the same where a run continues."""
-_CONTEXT, _REPEATS = 200, 7  # tokens before the blocks that are timed, and how often
 _MARKERS = "osD^vPX*"  # of the methods, in turn; colour alone would not reach every eye
 _HOLLOW: Kwargs = {"fillstyle": "full", "markerfacecolor": "white"}  # markers without a claim
 _POINT: Kwargs = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
@@ -114,8 +109,6 @@ def main(request: BenchRequest) -> int:
     console.print(f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} beside {LINES} in {request.output}.")
     if interrupted is not None:
         raise interrupted
-    for words in recommendation(model, measured.results) if request.recommend else ():
-        console.print(words, markup=False)
     return 0 if all(row.is_lossless for row in measured.results) else 1
 
 
@@ -239,59 +232,6 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
     for row in measured.results:
         if not row.is_lossless:
             yield f"NOT LOSSLESS: {row.name}: texts differ from plain decoding's by more than rounding explains."
-
-
-@torch.no_grad()
-def block_costs(model: PreTrainedModel, lengths: Sequence[int], batch_size: int = 1) -> dict[int, float]:
-    """Return the time of a block of so many tokens over that of one token, after 200 tokens; medians by turns."""
-    vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.arange(_CONTEXT + max(lengths), device=model.device).remainder(vocab_size).expand(batch_size, -1)
-    start = cache_of(model(ids[:, :_CONTEXT], use_cache=True))
-    times: dict[int, list[float]] = {length: [] for length in lengths}
-    for number in range(1 + _REPEATS):  # the first time sets things up
-        for length, seconds in times.items():
-            cache, block = copy.deepcopy(start), ids[:, _CONTEXT : _CONTEXT + length]
-            began = time.perf_counter()
-            model(block, **{CACHE: cache}, use_cache=True).logits[0, 0, 0].item()
-            if number:
-                seconds.append(time.perf_counter() - began)
-    return {length: median(seconds) / median(times[1]) for length, seconds in times.items()}
-
-
-def best_length(row: DecodingResult, plain_ms: Number, costs: dict[int, float]) -> tuple[float, int, float]:
-    """Return the expected speed-up, the length and the tokens per call of the drafts of a method that pay most.
-
-    A draft of k tokens is expected to yield 1 + the shares accepted up to k, for a block of k + 1 tokens, whose cost is
-    that of one token times `costs`, and k parts of the time that its drafts took.
-    """
-    longest, found = row.draft_length or 0, []
-    for length in range(1, longest + 1):
-        tokens = 1 + sum(row.accepted_by_position[:length])
-        cost = costs[length + 1] + (row.draft_ms or 0.0) / plain_ms * length / longest
-        found.append((tokens / cost, length, tokens))
-    return max(found)
-
-
-def recommendation(model: PreTrainedModel, rows: Sequence[DecodingResult]) -> Iterator[str]:
-    """Time blocks of the backbone, and yield what pays for every way of decoding and batch size of a bench here."""
-    lengths = range(1, 2 + max((row.draft_length or 0 for row in rows), default=0))
-    for batch_size in dict.fromkeys(row.batch_size for row in rows):
-        costs = block_costs(model, lengths, batch_size)
-        shown = ", ".join(f"{length}: {cost:.2f}" for length, cost in costs.items())
-        yield f"A block of so many tokens costs, over one token, at batch {batch_size}: {shown}."
-        for mode in dict.fromkeys(row.decoding for row in rows):
-            here = {row.method: row for row in rows if (row.decoding, row.batch_size) == (mode, batch_size)}
-            plain_ms = (here[PLAIN].call_ms if PLAIN in here else None) or 1.0
-            drafting = [row for name, row in here.items() if row.accepted_by_position and name not in (PLAIN, CONTROL)]
-            found = [(*best_length(row, plain_ms, costs), row) for row in drafting if row.claims_speed]
-            if not found:
-                yield f"{mode}, batch {batch_size}: nothing can be said: no drafts, loops, or no steady speed."
-                continue
-            speed_up, length, tokens, row = max(found, key=lambda each: each[0])
-            words = f"{row.method} with num_assistant_tokens={length}: {tokens:.2f} per call, {speed_up:.2f} x plain "
-            words += f"expected ({row.speed_up:.2f} x measured as it was)"
-            advice = f"take {words}" if speed_up > 1 else f"decode plainly; the best is {words}"
-            yield f"{mode}, batch {batch_size}: {advice}."
 
 
 def bench_figure(measured: MeasuredResults) -> Figure:

@@ -10,8 +10,7 @@ import torch
 from tests.every_model import llama, moved_heads
 from tests.training.conftest import small_model
 from tokenahead import EagleHead, EvaByteTokenizer, cli
-from tokenahead.model_cards import DecodingResult, MeasuredResults
-from tokenahead.training.commands.bench import best_length
+from tokenahead.model_cards import MeasuredResults
 from tokenahead.training.evaluation import bench as bench_module
 from tokenahead.training.evaluation.bench import (
     BLEU,
@@ -89,7 +88,7 @@ def test_every_method_is_measured_beside_plain_decoding(folders, tmp_path, capsy
     own = [f"heads:{folders / 'heads'}", f"eagle:{folders / 'eagle'}?num_assistant_tokens=3"]
     theirs = ["transformers:prompt_lookup", f"transformers:assistant:{folders / 'base'}", "transformers:use_mtp"]
     methods = ["plain", f"smaller=assistant:{folders / 'base'}", *own, *theirs, f"heads:{folders / 'other'}", "own"]
-    words = "--batch-size", "1", "2", "--recommend", "--methods", *methods
+    words = "--batch-size", "1", "2", "--methods", *methods
     assert run(folders, tmp_path / "out", *words) == 0
     measured = results_in(tmp_path / "out")
     rows = {(row.method, row.decoding, row.batch_size): row for row in measured.results}
@@ -114,7 +113,6 @@ def test_every_method_is_measured_beside_plain_decoding(folders, tmp_path, capsy
     assert files == {"bench.png", "frontier.png", "lines.jsonl", "results.json", "settings.json"}
     shown = " ".join(capsys.readouterr().out.split())
     assert "greedy, batch 1" in shown and "n/a: own" in shown
-    assert "at batch 1: 1: 1.00, 2: " in shown and "greedy, batch 1: " in shown
     assert run(folders, tmp_path / "out", *words) == 0  # nothing is left to measure
     assert results_in(tmp_path / "out").not_measured == refused
 
@@ -323,13 +321,6 @@ def test_no_drafter_has_read_the_answer_in_another_unit(folders):
             restore()
         assert not any(map(any, (methods[1].drafter.table.texts(), methods[2].drafter.drafters[0].table.texts())))
     assert drafted[0] == drafted[1] and any(map(len, drafted[0]))
-
-
-def test_the_length_that_pays_most_follows_from_costs_and_acceptance():
-    fields = dict(do_sample=False, backbone_calls=10, new_tokens=20, seconds=1.0, plain_seconds=1.0, draft_length=3)
-    row = DecodingResult(name="x", method="x", accepted_by_position=[0.8, 0.5, 0.1], draft_ms=3.0, **fields)
-    speed_up, length, tokens = best_length(row, 10.0, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.5})
-    assert (length, tokens, speed_up) == (2, pytest.approx(2.3), pytest.approx(2.3 / (1.2 + 0.2)))
 
 
 def test_what_cannot_be_measured_is_said_first_and_leaves_no_settings(folders, tmp_path, capsys):

@@ -12,6 +12,8 @@ them. These new pairs run first in the next draft, and the last of them proposes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -36,6 +38,9 @@ from ...generation.tensors.masks import cached_arange
 from ...generation.trees.growth import Ancestry, grow, most_nodes
 from .modules import EagleNetwork
 
+_Pairs = tuple[Tensor, Tensor, NewTokens | None]
+"""Features [B, P, d], the ids paired with them, and how many are new of each sequence (None: the prompt's)."""
+
 
 class EagleSession(DraftSession):
     """The drafts of one call of an attached `EagleHead`."""
@@ -49,7 +54,7 @@ class EagleSession(DraftSession):
         self.embed = head.embedding()
         self.draft_ids: Tensor | None = None if head.draft_size == head.config.vocab_size else head.draft_ids
         self.vocab_size = head.config.vocab_size
-        self.cache, self.pairs = DynamicCache(), list[tuple[Tensor, Tensor, NewTokens | None]]()
+        self.cache, self.pairs = DynamicCache(), list[_Pairs]()
         self.prompt: Tensor | None = None
         self.fixed: tuple[Tensor, Tensor] | None = None
 
@@ -101,7 +106,7 @@ class EagleSession(DraftSession):
             self.pairs.append((features, tokens.at(columns), NewTokens.unread(new)))
         elif length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        for pairs in self.pairs:
+        for pairs in _joined(self.pairs):
             self._append_pairs(*pairs)
         self.pairs.clear()
         if length < 1:
@@ -153,6 +158,17 @@ class EagleSession(DraftSession):
             return self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
 
         return grow_chain(step, self.options, length)
+
+
+def _joined(pairs: list[_Pairs]) -> Iterator[_Pairs]:
+    """Yield pairs as one block each for the cycles in a row that gave all sequences as many, as plain ones do."""
+    for is_even, group in groupby(pairs, lambda each: each[2] is not None and each[2].is_even):
+        parts = list(group)
+        if not is_even or len(parts) == 1:
+            yield from parts
+            continue
+        features, ids = (torch.cat([part[index] for part in parts], dim=1) for index in (0, 1))  # [B, P, d], [B, P]
+        yield features, ids, NewTokens([ids.shape[1]] * len(ids), ids.device)
 
 
 class _Growth:

@@ -53,9 +53,9 @@ def bench(name: str, method: str) -> dict[str, Any]:
     return row
 
 
-def rates(**methods: tuple[str, str]) -> str:
+def rates(name: str, methods: dict[str, str]) -> str:
     """Tokens per call of rows of a bench, by the words of the table."""
-    found = {words: bench(*row)["tokens_per_verification"] for words, row in methods.items()}
+    found = {words: bench(name, method)["tokens_per_verification"] for words, method in methods.items()}
     return listed({words: f"{rate:.2f}" for words, rate in found.items()})
 
 
@@ -86,47 +86,56 @@ def circuits() -> Figures:
     adapted = {f"k = {k}:": cited("mtpc", "3", "accepted", n="16", model="MtPC-BTree", lora_layers=k) for k in "0124"}
     published = "authors_csv_evabyte_sampling_n16"
     return [
-        *(of_kinds("2", "accepted", n="8"), ours[0]),
-        *(of_kinds("2", "accepted", n="16"), ours[1], released),
-        *(listed({f"r = {r}:": cited("mtpc", "1", "accepted", r=r) for r in ("8", "32", "128")}), listed(states)),
+        of_kinds("2", "accepted", n="8"),
+        ours[0],
+        of_kinds("2", "accepted", n="16"),
+        ours[1],
+        released,
+        listed({f"r = {r}:": cited("mtpc", "1", "accepted", r=r) for r in ("8", "32", "128")}),
+        listed(states),
         listed({f"r = {r}:": cited("mtpc", "1", "latency_s", r=r) for r in ("1", "8", "32", "128")}),
         listed({f"r = {rank}:": f"{times[rank]:.2f}" for rank in (1, 8, 32)}),
-        *(listed(adapted), None),
-        *(of_kinds("2", "speedup", n="8"), None),
-        *(of_kinds(published, "accepted"), None, of_kinds(published, "latency_ms"), None),
-        *(of_kinds("authors_csv_llama_argmax_n8", "accepted"), None),
+        listed(adapted),
+        None,
+        of_kinds("2", "speedup", n="8"),
+        None,
+        of_kinds(published, "accepted"),
+        None,
+        of_kinds(published, "latency_ms"),
+        None,
+        of_kinds("authors_csv_llama_argmax_n8", "accepted"),
+        None,
     ]
 
 
 def parallel() -> Figures:
     runs, pairs = read(RESULTS / "ptp_text.json")["runs"], read(RESULTS / "ptp_plane.json")["pairs"]
-    names = {"O-PTP": ("O-PTP", "PTP", "one_hot"), "independent": ("independent prediction",) * 2 + ("independent",)}
 
     def ours(slots: int, kind: str, mode: str = "coupled") -> str:
         found = (run[mode][0] for name, run in runs.items() if name.startswith(f"{kind}, N={slots}, seed"))
         return f"{statistics.fmean(found):.3f}"
 
-    def by_slots(figures: list[dict[str, str]]) -> str:
-        return "; ".join(f"N = {slots}: {listed(each)}" for slots, each in zip((4, 16), figures, strict=True))
+    def theirs(name: str, column: str, row: str, one_hot: str, independent: str) -> str:
+        names = {"O-PTP": one_hot, "independent": independent}
+        return listed({ours: cited("ptp", name, column, **{row: theirs}) for ours, theirs in names.items()})
 
-    correct = [{name: cited("ptp", "8", f"N={n}", row=row) for name, row in MTP.items()} for n in (4, 16)]
-    coupled = [{name: ours(n, kind) for name, (*_, kind) in names.items()} for n in (4, 16)]
+    coupled = {n: listed({"O-PTP": ours(n, "one_hot"), "independent": ours(n, "independent")}) for n in (4, 16)}
+    correct = {n: theirs("8", f"N={n}", "row", "O-PTP", "MTP") for n in (4, 16)}
+    writers = {"teacher": "Teacher", "student": "Student", "data": "Dataset"}
     return [
-        listed({name: cited("ptp", "2", "accepted", technique=row) for name, (row, *_) in names.items()}),
-        *(listed(coupled[1]), by_slots(correct), by_slots(coupled)),
+        theirs("2", "accepted", "technique", "O-PTP", "independent prediction"),
+        coupled[16],
+        "; ".join(f"N = {slots}: {figures}" for slots, figures in correct.items()),
+        "; ".join(f"N = {slots}: {figures}" for slots, figures in coupled.items()),
         listed({f"M = {m}:": cited("ptp", "7", f"M={m}", row="correct") for m in (1, 4, 16)}),
         listed({"M = 1:": ours(4, "one_hot"), "M = 2:": ours(4, "one_hot", "best of 2")}),
-        listed(
-            {name: cited("ptp", "figure_5", "incompatible pairs", model=row) for name, (_, row, _) in names.items()}
-        ),
-        listed({name: f"{100 * pairs[name]['impossible']:.0f} %" for name in names}),
-        *(listed({text: cited("ptp", "4", "ce", proposal=row) for text, row in WRITERS.items()}), None),
-        *(specbench("O-PTP", "EAGLE-2", "Hydra", "EAGLE", "Medusa"), None),
+        theirs("figure_5", "incompatible pairs", "model", "PTP", "independent prediction"),
+        listed({name: f"{100 * pairs[name]['impossible']:.0f} %" for name in ("O-PTP", "independent")}),
+        listed({text: cited("ptp", "4", "ce", proposal=row) for text, row in writers.items()}),
+        None,
+        specbench("O-PTP", "EAGLE-2", "Hydra", "EAGLE", "Medusa"),
+        None,
     ]
-
-
-MTP = {"O-PTP": "O-PTP", "independent": "MTP"}
-WRITERS = {"teacher": "Teacher", "student": "Student", "data": "Dataset"}
 
 
 def mehra(strategy: str, column: str = "410m 2nd") -> str:
@@ -135,110 +144,137 @@ def mehra(strategy: str, column: str = "410m 2nd") -> str:
 
 def strategies() -> Figures:
     tuned, implied = read(RESULTS / "fine_tuned.json"), "baseline (tuned base model)"
-    rows = {"implied": (implied, "fine-tuned", "summed out"), "heads": ("diff. LR + WHS", "heads", "heads")}
     theirs, ours = [], []
-    for name, (strategy, kind, source) in rows.items():
+    for name, strategy, kind, source in (
+        ("implied", implied, "fine-tuned", "summed out"),
+        ("heads", "diff. LR + WHS", "heads", "heads"),
+    ):
         run = tuned[f"demo-llama, {kind}, 60 steps, seed 0"]
         depths = (f"{run[f'{source}, top 5, depth {depth}'][0]:.3f}" for depth in (1, 2))
         theirs.append(f"{name} {mehra(strategy, '410m next')} and {mehra(strategy)}")
         ours.append(f"{name} {' and '.join(depths)}")
-    sizes = {size.upper(): mehra(implied, f"{size} 2nd") for size in ("410m", "1b", "1.4b", "2.8b")}
     graphs = {
         run["method"]: {step: share for step, share, _ in run["curve"]} for run in read(RESULTS / "star_graph.json")
     }
     return [
-        *(", ".join(theirs), ", ".join(ours), listed(sizes), None),
-        *(listed({"heads alone": mehra("heads only"), "joint": mehra("joint, vanilla")}), None, None),
+        ", ".join(theirs),
+        ", ".join(ours),
+        listed({size.upper(): mehra(implied, f"{size} 2nd") for size in ("410m", "1b", "1.4b", "2.8b")}),
+        None,
+        listed({"heads alone": mehra("heads only"), "joint": mehra("joint, vanilla")}),
+        None,
+        None,
         listed({"next-token": f"{graphs['next-token'][700]:.2f}", "with heads": f"{graphs['mtp'][700]:.2f}"}),
     ]
 
 
 def block() -> Figures:
     runs = {run["law"]: run for run in read(RESULTS / "block_laws_long.json")["runs"]}
-    ours = [
-        listed(
-            {name: f"{runs[name.lower()][rule]['expected_tokens_per_call']:.3f}" for name in ("independent", "Markov")}
-        )
-        for rule in ("block", "greedy")
-    ]
-    theirs = {name: cited("dspark", "modelopt", "accepted", method=name) for name in ("DFlash", "DSpark")}
-    chains = {name: cited("dspark", "ascend", "accepted", method=name) for name in theirs}
-    others = {name: cited("dspark", "modelopt", "accepted", method=name) for name in ("Domino", "D-PACE")}
+
+    def ours(rule: str) -> str:
+        calls = {name: runs[name.lower()][rule]["expected_tokens_per_call"] for name in ("independent", "Markov")}
+        return listed({name: f"{call:.3f}" for name, call in calls.items()})
+
+    def theirs(name: str, *methods: str) -> str:
+        return listed({method: cited("dspark", name, "accepted", method=method) for method in methods})
+
     tasks = {data: cited("dspark", "deepspec_1", "accepted", data=data) for data in ("GSM8K", "HumanEval", "MT-Bench")}
-    return [listed(theirs), ours[0], listed(chains), ours[1], listed(others), None, listed(tasks), None]
+    return [
+        theirs("modelopt", "DFlash", "DSpark"),
+        ours("block"),
+        theirs("ascend", "DFlash", "DSpark"),
+        ours("greedy"),
+        theirs("modelopt", "Domino", "D-PACE"),
+        None,
+        listed(tasks),
+        None,
+    ]
 
 
 def heads() -> Figures:
     measured = read(RESULTS / "smollm2_contexts.json")
     runs = {run["drafter"]: run for run in measured["runs"]}
-    calls = {name: runs[name.lower().replace("-", "")]["expected_tokens_per_call"] for name in NINE_MINUTES}
+    names = {"Medusa": "medusa", "Hydra": "hydra", "EAGLE-1": "eagle1"}
+    calls = {name: runs[drafter]["expected_tokens_per_call"] for name, drafter in names.items()}
     ratio = measured["plain call, ms"] / runs["medusa"]["call, ms"]
-    assert stated("gloeckle", "best n on code") == "not legible"
     return [
-        *(specbench("Medusa", "Hydra", "EAGLE"), listed({name: f"{call:.3f}" for name, call in calls.items()})),
-        *(stated("medusa", "speed-up, at most"), f"{calls['Medusa'] * ratio:.2f}", None, None),
+        specbench("Medusa", "Hydra", "EAGLE"),
+        listed({name: f"{call:.3f}" for name, call in calls.items()}),
+        stated("medusa", "speed-up, at most"),
+        f"{calls['Medusa'] * ratio:.2f}",
+        None,
+        None,
     ]
 
 
-NINE_MINUTES = ("Medusa", "Hydra", "EAGLE-1")
-
-
 def eagle() -> Figures:
-    trained = {"chains of 3": ("eagle3", "eagle3"), "trees of 12": ("eagle3", "eagle3 tree")}
-    speeds = {f"{words}:": f"{bench(*row)['speed_ups'][1]:.2f}" for words, row in trained.items()}
+    trained = {"chains of 3:": "eagle3", "trees of 12:": "eagle3 tree"}
     return [
         specbench("EAGLE", "EAGLE-2"),
-        rates(**{"chains of 3:": ("eagle1", "eagle1"), "trees of 16:": ("eagle1", "eagle1 trees")}),
-        *(*by_task("EAGLE-2", "eagle1", "eagle1 trees", *TASKS), None, listed(speeds)),
-        *(stated("hass", "training cost against EAGLE, n alignment steps"), None),
+        rates("eagle1", {"chains of 3:": "eagle1", "trees of 16:": "eagle1 trees"}),
+        *by_task("EAGLE-2", "eagle1", "eagle1 trees", *TASKS),
+        None,
+        listed({words: f"{bench('eagle3', method)['speed_ups'][1]:.2f}" for words, method in trained.items()}),
+        stated("hass", "training cost against EAGLE, n alignment steps"),
+        None,
     ]
 
 
 def modules() -> Figures:
     names = {"before": "own MTP head before fine-tuning", "after": "own MTP head after fine-tuning"}
-    tuned = {word: stated("field_others", figure) for word, figure in names.items()}
-    speed = stated("deepseek_v3", "throughput with speculative decoding")
-    return [stated("deepseek_v3", "second token accepted"), None, speed, None, listed(tuned), None]
+    return [
+        stated("deepseek_v3", "second token accepted"),
+        None,
+        stated("deepseek_v3", "throughput with speculative decoding"),
+        None,
+        listed({word: stated("field_others", figure) for word, figure in names.items()}),
+        None,
+    ]
 
 
-def untrained(**methods: str) -> str:
-    return rates(**{words: ("smollm2_untrained", method) for words, method in methods.items()})
+def assistants() -> Figures:
+    return [specbench("SpS"), None, stated("gemma4", "speed-up, at most (maker's figure)"), None]
 
 
-def suffix() -> Figures:
+def recycling() -> Figures:
+    names = {"Recycling": "recycling", "n-grams": "ngram", "Lookahead": "lookahead5"}
+    return [specbench("Recycling", "PLD", "Lookahead"), rates("smollm2_untrained", names)]
+
+
+def lookahead() -> Figures:
+    return [specbench("Lookahead", "PLD"), rates("smollm2_untrained", {"Lookahead": "lookahead5", "n-grams": "ngram"})]
+
+
+def ngrams() -> Figures:
+    return by_task("PLD", "eagle3", "ngram", "translation", "summarisation", "questions", "mathematics")
+
+
+def suffixes() -> Figures:
     ways = {row[0]: row for row in defaults.summary(read(RESULTS / "defaults_avx2.json"))}
     return [specbench("SAMD", "PLD"), listed({name: ways[name][-1] for name in ("suffixes", "n-grams")})]
 
 
-def trees_of_box() -> Figures:
+def trees() -> Figures:
     found = read(RESULTS / "box_trees.json")["ff, T = 1"]
-    names = {"fixed": "fixed tree", "drawn": "tree"}
-    ours = {name: f"{found[row]['tokens per call']:.2f}" for name, row in names.items()}
-    return [specbench("EAGLE", "EAGLE-2"), listed(ours)]
+    ours = {name: found[row]["tokens per call"] for name, row in (("fixed", "fixed tree"), ("drawn", "tree"))}
+    return [specbench("EAGLE", "EAGLE-2"), listed({name: f"{call:.2f}" for name, call in ours.items()})]
 
 
 PAGES = {
     "docs/circuits.md": circuits,
     "docs/strategies.md": strategies,
-    "docs/trees.md": trees_of_box,
-    "docs/methods/assistant.md": lambda: [specbench("SpS"), None, stated("gemma4", FASTER), None],
+    "docs/trees.md": trees,
+    "docs/methods/assistant.md": assistants,
     "docs/methods/block.md": block,
     "docs/methods/eagle.md": eagle,
     "docs/methods/heads.md": heads,
-    "docs/methods/lookahead.md": lambda: [
-        specbench("Lookahead", "PLD"),
-        untrained(**{"Lookahead": "lookahead5", "n-grams": "ngram"}),
-    ],
+    "docs/methods/lookahead.md": lookahead,
     "docs/methods/modules.md": modules,
-    "docs/methods/ngram.md": lambda: by_task("PLD", "eagle3", "ngram", *list(TASKS)[:4]),
+    "docs/methods/ngram.md": ngrams,
     "docs/methods/ptp.md": parallel,
-    "docs/methods/recycling.md": lambda: [
-        specbench("Recycling", "PLD", "Lookahead"),
-        untrained(**{"Recycling": "recycling", "n-grams": "ngram", "Lookahead": "lookahead5"}),
-    ],
-    "docs/methods/suffix.md": suffix,
+    "docs/methods/recycling.md": recycling,
+    "docs/methods/suffix.md": suffixes,
 }
-FASTER = "speed-up, at most (maker's figure)"
 
 
 def test_pages():

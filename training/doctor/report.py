@@ -355,7 +355,7 @@ def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[
         trial, found = best if best and is_best else max((each for each in tried if each[0].check == check), key=_fit)
         per_call = f"{found.calls.tokens_per_call:.2f} tokens per call, not {base.calls.tokens_per_call:.2f}"
         if is_cause and is_best:
-            yield Finding(check, FAULT, f"what fits better than all else: {trial.words}, {per_call}")
+            yield Finding(check, FAULT, f"what fits better than all else: {trial.words}, {per_call}; {trial.advice}")
         else:
             state = NOTE if trial.is_theirs or is_best else OK
             note = ", which the backbone's config says" * trial.is_theirs

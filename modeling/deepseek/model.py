@@ -540,7 +540,8 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationM
             counts = counts_of_update(self, num_items_in_batch, labels, attention_mask, positions, shift_labels)
             result = self.chain_loss(chain, targets, counts)
             loss, shown = result.loss, dict(result)
-        aux_loss = router_loss(self.main, outputs, attention_mask)
+        # of a block behind a cache there is none: its mask is of further columns
+        aux_loss = router_loss(self.main, outputs, attention_mask) if has_labels or cache is None else None
         if loss is not None and aux_loss is not None:
             loss = loss + vars(self.main)["router_aux_loss_coef"] * aux_loss.to(loss.device)
         if output_mtp_logits:

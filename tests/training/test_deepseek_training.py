@@ -70,7 +70,9 @@ def test_experts_are_balanced_as_the_main_model_does(name):
     ours, own = (part(ids, attention_mask=mask, labels=labels) for part in (model, model.main))
     torch.testing.assert_close(ours.aux_loss, own.aux_loss)
     torch.testing.assert_close(ours.loss, own.loss)
+    text = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
     model.config.output_router_logits = False
+    assert text.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False))
     without = model(ids, attention_mask=mask, labels=labels)
     torch.testing.assert_close(ours.loss - without.loss, 0.5 * own.aux_loss, atol=1e-5, rtol=1e-5)
     assert without.aux_loss is None

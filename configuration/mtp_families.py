@@ -7,6 +7,7 @@ In this library a module has the names of DeepSeek-V3: module k (from 0) of a mo
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -351,6 +352,15 @@ def set_modules(config: PreTrainedConfig, count: int) -> None:
     if (most := family.most_modules) is not None and count > most:
         raise ValueError(f"{family.count}={count}: files of {config.model_type} have names for {most} module only")
     setattr(config if family.counts_outside else config.get_text_config(), family.count, count)
+
+
+def with_modules(config: PreTrainedConfig, source: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a configuration with the fields of modules of another one of its family."""
+    config, own = copy.deepcopy(config), vars(source.get_text_config())
+    for name in _READ & own.keys():
+        setattr(config.get_text_config(), name, own[name])
+    set_modules(config, count_modules(source))
+    return config
 
 
 def num_layers(config: PreTrainedConfig) -> int:

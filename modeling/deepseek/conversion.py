@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,13 +35,16 @@ from ...configuration.mtp_families import (
     MiMoConfig,
     MTPFamily,
     announced_modules,
+    check_fields_of_modules,
     count_modules,
     family_of,
     num_layers,
     set_modules,
+    with_modules,
 )
 from ...generation.backbone.wrapped_models import Kwargs, untyped
-from ...generation.tensors.tensor_files import Names, read_tensors, renamed, tensor_dtypes, weight_files
+from ...generation.tensors.saving import reads_whole
+from ...generation.tensors.tensor_files import Names, Tensors, read_tensors, renamed, tensor_dtypes, weight_files
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.loading import StrictLoadingMixin
 from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection, last_map
@@ -68,7 +72,8 @@ def check_checkpoint(
     while (ours := tuple(family.prefixes(layers, stored))) and any(key.startswith(ours) for key in dtypes):
         stored += 1
     if not stored:
-        raise ValueError(f"{name}: no tensors of modules ({ours[0]}*): pass inference_only=True, or use from_backbone")
+        ways = "pass modules= of the model that it was tuned from, or inference_only=True, or use from_backbone"
+        raise ValueError(f"{name}: no tensors of modules ({ours[0]}*): {ways}")
     if wanted is None:  # as in official files of some families
         config = copy.deepcopy(config)
         set_modules(config, stored)
@@ -409,23 +414,61 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
     return others + ([rf"^{stem}\.layers\.\d+\.({copies})$"] if copies else [])
 
 
-def load_dequantized(
-    name: str | PathLike, config: PreTrainedConfig, inference_only: bool, hub: Kwargs, **options: Any
-) -> tuple[PreTrainedModel, MTPModules, Kwargs]:
-    """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ..."""
-    wanted = options.pop("dtype", None)
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    dtype = wanted if isinstance(wanted, torch.dtype) else vars(torch).get(str(wanted), stored)
-    tensors = read_tensors(weight_files(name, options.pop("variant", None), **hub))
-    block = _option(config.quantization_config, "weight_block_size") or _BLOCK
+def in_full(tensors: Tensors, config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Return tensors of a checkpoint, its float8 codes multiplied by their scales."""
+    block = _option(field(config, "quantization_config"), "weight_block_size") or _BLOCK
     for key in [key for key, tensor in tensors.items() if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]:
         stem = key.removesuffix("weight")
         scales = next(tensors.pop(stem + suffix) for suffix in SCALES if stem + suffix in tensors)
         tensors[key] = dequantize(tensors[key], scales, block).to(dtype)
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
+    return {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
+
+
+@reads_whole
+def modules_of(
+    base: str | PathLike, name: str | PathLike, config: PreTrainedConfig, ignore_fields: Sequence[str], **hub: Any
+) -> tuple[Tensors, PreTrainedConfig, bool]:
+    """Return the tensors of another checkpoint's modules, in full, and what `check_checkpoint` does of both in one.
+
+    `config` is that of the checkpoint `name`, which the modules have to fit.
+    """
+    hub = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
+    check_fields_of_modules(base, PreTrainedConfig.get_config_dict(base, **hub)[0], ignore_fields)
+    theirs, shared = check_checkpoint(base, AutoConfig.from_pretrained(base, **hub), **hub)
+    family, layers = family_of(theirs), num_layers(theirs)
+    for what in ("model_type", "hidden_size", "vocab_size", family.layers):
+        own, other = (field(each.get_text_config(), what) for each in (config, theirs))
+        if own != other:
+            raise ValueError(f"modules={base}: it has {what}={other!r}, and {name} has {own!r}")
+    for owner, each in ((base, theirs), (name, config)):
+        if (method := _option(field(each, "quantization_config"), "quant_method")) not in (None, "fp8"):
+            raise ValueError(f"modules={base}: {owner} is quantised ({method}), and neither full precision nor float8")
+    tensors, files = Tensors(), weight_files(base, **hub)
+    for prefix in (each for k in range(count_modules(theirs)) for each in family.prefixes(layers, k)):
+        tensors |= {prefix + key: tensor for key, tensor in read_tensors(files, prefix).items()}
+    return in_full(tensors, theirs), with_modules(config, theirs), shared
+
+
+def load_dequantized(
+    name: str | PathLike,
+    config: PreTrainedConfig,
+    inference_only: bool,
+    hub: Kwargs,
+    modules_from: Tensors | None = None,
+    **options: Any,
+) -> tuple[PreTrainedModel, MTPModules, Kwargs]:
+    """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ...
+
+    `modules_from` are tensors of modules that take the place of the checkpoint's own.
+    """
+    wanted = options.pop("dtype", None)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    dtype = wanted if isinstance(wanted, torch.dtype) else vars(torch).get(str(wanted), stored)
+    tensors = in_full(read_tensors(weight_files(name, options.pop("variant", None), **hub)), config, dtype)
+    tensors |= modules_from or {}
     config = copy.deepcopy(config)
-    del vars(config)["quantization_config"]
-    options = {key: value for key, value in options.items() if key not in {*hub, "quantization_config"}}
+    unread = {*hub} if vars(config).pop("quantization_config", None) is None else {*hub, "quantization_config"}
+    options = {key: value for key, value in options.items() if key not in unread}
     main, modules, report = load(None, config, inference_only, state_dict=tensors, dtype=dtype, **options)
     main.config.name_or_path = str(name)
     with suppress(OSError):

@@ -55,6 +55,7 @@ from .conversion import (
     is_to_be_dequantized,
     load,
     load_dequantized,
+    modules_of,
     names_in_files,
     num_elements,
 )
@@ -145,6 +146,7 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationM
         pretrained_model_name_or_path: str | PathLike | None,
         *,
         inference_only: bool = False,
+        modules: str | PathLike | None = None,
         draft_vocabulary: TokenIds | None = None,
         ignore_fields: Sequence[str] = (),
         **kwargs: Any,
@@ -154,6 +156,8 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationM
         Args:
             pretrained_model_name_or_path: A checkpoint in the official layout; None, with `config` and `state_dict`.
             inference_only: Leave the modules out: the model is then exactly the plain one.
+            modules: A directory or a name on the Hub whose modules this model gets, such as what it was tuned from;
+                embeddings and head that they share with a main model are this one's. Float8 is then dequantised.
             draft_vocabulary: Token ids that modules may draft; None: those in the checkpoint, or else all.
             ignore_fields: Fields of modules in its config.json that are passed over; unknown ones are refused.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
@@ -171,14 +175,17 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationM
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
         wants_info = kwargs.pop("output_loading_info", False)
-        config, shared = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
+        lacks, theirs = inference_only or modules is not None, None
+        config, shared = check_checkpoint(name, config, lacks, kwargs.get("variant"), **hub)
+        if modules is not None and not inference_only:
+            theirs, config, shared = modules_of(modules, name, config, ignore_fields, **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):
             kwargs["device_map"] = device_map_of(devices, config, official=True)
-        if is_to_be_dequantized(config, kwargs.get("quantization_config")):
-            main, modules, report = load_dequantized(name, config, inference_only, hub, **kwargs)
+        if theirs is not None or is_to_be_dequantized(config, kwargs.get("quantization_config")):
+            main, chain, report = load_dequantized(name, config, inference_only, hub, theirs, **kwargs)
         else:
-            main, modules, report = load(name, config, inference_only, **kwargs)
-        model = cls(main.config, (main, modules)).eval()
+            main, chain, report = load(name, config, inference_only, **kwargs)
+        model = cls(main.config, (main, chain)).eval()
         model.shared_copies = shared
         vars(main.config).pop("auto_map", None)  # valid for the loaded directory only
         if devices := vars(main).get("hf_device_map"):

@@ -24,16 +24,21 @@ def quantize(weight):
     return codes.contiguous().to(torch.float8_e4m3fn), scales
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A float8 directory in DeepSeek's manner, with `eh_proj` in full precision; and the model it was made from."""
-    model = family_model("deepseek_v3")
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+def put_in_float8(path):
+    """Quantize a directory in DeepSeek's manner, with `eh_proj` in full precision."""
+    tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if "_proj" in name and "eh_proj" not in name]:
         tensors[name], tensors[f"{name}_scale_inv"] = quantize(tensors[name])
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    announce(tmp_path, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]})
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    announce(path, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A float8 directory, and the model it was made from."""
+    model = family_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    put_in_float8(tmp_path)
     return tmp_path, model
 
 

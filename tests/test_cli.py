@@ -74,7 +74,7 @@ def test_a_command_that_runs_has_the_whole_package(folder):
     assert done.stderr.splitlines()[-1] == "0 True True" and done.stdout.splitlines()[-1] == "evabyte"
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "bench", "card"])
+@pytest.mark.parametrize("command", ["demo", "generate", "bench", "card", "restore-modules"])
 def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
     run(command, "--help")
     words = capsys.readouterr().out
@@ -111,8 +111,9 @@ WRONG = {
     "generate --model m x --dtype int3": "--dtype: invalid choice: 'int3'",
     "generate --model m x --max-new-tokens 1.5": "--max-new-tokens",
     "doctor --model m --drafter ngram --heads h": "--heads: not allowed with argument --drafter",
+    "restore-modules x --output o": "required: --modules",
     "dance": "'dance'",
-    "": "{demo,generate,bench,doctor,verify,card,train,regenerate,features,lm-eval}",
+    "": "{demo,generate,bench,doctor,verify,card,restore-modules,train,regenerate,features,lm-eval}",
 }
 
 

@@ -1,4 +1,4 @@
-"""Options of the commands `demo`, `generate`, `bench` and `card`: a field is an option of the command line."""
+"""Options of the commands, but of those that train: a field is an option of the command line."""
 
 from __future__ import annotations
 
@@ -146,6 +146,23 @@ class DoctorRequest(ChoosesDevice, NamesDrafter):
     per_category: int | None = option(None, _EACH, read=count)
     new_tokens: int = option(64, "per answer, at most (%(default)s)", read=count)
     json: bool = option(False, "write one JSON object in place of the tables")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreRequest(ChoosesDevice, LoadsModel):
+    """Options of `tokenahead restore-modules`."""
+
+    model: str = option(help=f"the fine-tune: {NAME}", positional=True)
+    modules: str = option(help="the model with modules that it was tuned from, named in the same way", metavar="BASE")
+    output: Path = option(help="directory of the restored model")
+    prompts: Path | None = option(None, _PROMPTS, metavar="FILE")
+    raw: bool = option(False, _RAW)
+    new_tokens: int = option(64, "per answer, at most (%(default)s)", read=count)
+    train: str | None = option(
+        None, "train the modules on these data, as `dataset_name` of `tokenahead train`, into OUTPUT/trained",
+        metavar="DATA",
+    )  # fmt: skip
+    steps: int = option(100, "of this training (%(default)s)", read=count)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def diagnose(
     `source` is the directory or repository of the drafter, and `options` are those of `generate`.
     """
     method = drafting_method("drafter", model, None if drafter is model else drafter, **options)
-    texts, runs = _answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
+    texts, runs = answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
     accepted = _accepted(runs)
     findings = [*_of_files(source), _of_backbone(drafter, model), *_of_tokenizers(source, tokenizer, model)]
     findings.append(_untrained(drafter, model))
@@ -164,7 +164,7 @@ def diagnose(
         findings += [] if options else [_of_decoding(accepted)]
         findings += [_of_dtype(drafter, texts, base, source), *_of_trials(drafter, texts, base)]
     if tokenizer.chat_template is not None and (chats or not isinstance(drafter, MTPGenerationMixin)):
-        texts, runs = _answers(method, PromptEncoder(tokenizer, not chats), prompts, new_tokens)
+        texts, runs = answers(method, PromptEncoder(tokenizer, not chats), prompts, new_tokens)
         if sum(run.repeated_share for run in runs) <= _LOOPING * len(runs):
             other, forms = along(drafter, texts, base.length), ("with", "without") if chats else ("without", "with")
             rates = (f"{each.calls.tokens_per_call:.2f} {form}" for each, form in zip((base, other), forms))
@@ -173,7 +173,7 @@ def diagnose(
     return Diagnosis(_settled([*findings, _of_acceptance(base, findings)]), accepted)
 
 
-def _answers(
+def answers(
     method: Method, writer: PromptEncoder, prompts: Sequence[Prompt], new_tokens: int
 ) -> tuple[list[Batch], list[Row]]:
     """Return the greedy answers to all prompts in batches, each with what it took."""

@@ -7,7 +7,6 @@ In this library a module has the names of DeepSeek-V3: module k (from 0) of a mo
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -346,21 +345,14 @@ def count_modules(config: PreTrainedConfig) -> int:
     return announced_modules(config) or 0
 
 
-def set_modules(config: PreTrainedConfig, count: int) -> None:
-    """Write the number of modules to the family's field; refuse more than its names can distinguish."""
-    family = family_of(config)
+def set_modules(config: PreTrainedConfig, count: int, like: PreTrainedConfig | None = None) -> None:
+    """Write the number of modules, and all fields of theirs that `like` has; refuse more than names can distinguish."""
+    family, fields = family_of(config), {} if like is None else vars(like.get_text_config())
+    for name in _READ & fields.keys():
+        setattr(config.get_text_config(), name, fields[name])
     if (most := family.most_modules) is not None and count > most:
         raise ValueError(f"{family.count}={count}: files of {config.model_type} have names for {most} module only")
     setattr(config if family.counts_outside else config.get_text_config(), family.count, count)
-
-
-def with_modules(config: PreTrainedConfig, source: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy of a configuration with the fields of modules of another one of its family."""
-    config, own = copy.deepcopy(config), vars(source.get_text_config())
-    for name in _READ & own.keys():
-        setattr(config.get_text_config(), name, own[name])
-    set_modules(config, count_modules(source))
-    return config
 
 
 def num_layers(config: PreTrainedConfig) -> int:

@@ -135,11 +135,7 @@ _COMMANDS: dict[str, tuple[type | None, Callable[..., int], str]] = {
     "doctor": (requests.DoctorRequest, _command("doctor"), "say why a drafter accepts little"),
     "verify": (requests.VerifyRequest, _command("verify"), "say whether decoding functions keep their model's text"),
     "card": (requests.CardRequest, _card, "write the card of a model or drafter, with results of `tokenahead bench`"),
-    "restore-modules": (
-        requests.RestoreRequest,
-        _command("restore-modules", "restore"),
-        "give a fine-tune the modules of its base back, and measure what they accept",
-    ),
+    "restore-modules": (requests.RestoreRequest, _command("restore-modules", "restore"), "give a base's modules back"),
     "train": (None, _command("train"), "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
     "regenerate": (
         None,

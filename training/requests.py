@@ -156,12 +156,8 @@ class RestoreRequest(ChoosesDevice, LoadsModel):
     modules: str = option(help="the model with modules that it was tuned from, named in the same way", metavar="BASE")
     output: Path = option(help="directory of the restored model")
     prompts: Path | None = option(None, _PROMPTS, metavar="FILE")
-    raw: bool = option(False, _RAW)
     new_tokens: int = option(64, "per answer, at most (%(default)s)", read=count)
-    train: str | None = option(
-        None, "train the modules on these data, as `dataset_name` of `tokenahead train`, into OUTPUT/trained",
-        metavar="DATA",
-    )  # fmt: skip
+    train: str | None = option(None, "train the modules on this dataset_name, into OUTPUT/trained", metavar="DATA")
     steps: int = option(100, "of this training (%(default)s)", read=count)
 
 

@@ -40,10 +40,8 @@ from ...configuration.mtp_families import (
     family_of,
     num_layers,
     set_modules,
-    with_modules,
 )
 from ...generation.backbone.wrapped_models import Kwargs, untyped
-from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import Names, Tensors, read_tensors, renamed, tensor_dtypes, weight_files
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.loading import StrictLoadingMixin
@@ -72,8 +70,9 @@ def check_checkpoint(
     while (ours := tuple(family.prefixes(layers, stored))) and any(key.startswith(ours) for key in dtypes):
         stored += 1
     if not stored:
-        ways = "pass modules= of the model that it was tuned from, or inference_only=True, or use from_backbone"
-        raise ValueError(f"{name}: no tensors of modules ({ours[0]}*): {ways}")
+        raise ValueError(
+            f"{name}: no tensors of modules ({ours[0]}*): see modules=, inference_only=True, from_backbone"
+        )
     if wanted is None:  # as in official files of some families
         config = copy.deepcopy(config)
         set_modules(config, stored)
@@ -424,48 +423,35 @@ def in_full(tensors: Tensors, config: PreTrainedConfig, dtype: torch.dtype = tor
     return {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
 
 
-@reads_whole
 def modules_of(
     base: str | PathLike, name: str | PathLike, config: PreTrainedConfig, ignore_fields: Sequence[str], **hub: Any
-) -> tuple[Tensors, PreTrainedConfig, bool]:
-    """Return the tensors of another checkpoint's modules, in full, and what `check_checkpoint` does of both in one.
-
-    `config` is that of the checkpoint `name`, which the modules have to fit.
-    """
+) -> tuple[PreTrainedConfig, bool, Tensors]:
+    """Return what `check_checkpoint` does of a checkpoint with another one's modules, and their tensors in full."""
     hub = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
     check_fields_of_modules(base, PreTrainedConfig.get_config_dict(base, **hub)[0], ignore_fields)
     theirs, shared = check_checkpoint(base, AutoConfig.from_pretrained(base, **hub), **hub)
-    family, layers = family_of(theirs), num_layers(theirs)
+    family, count = family_of(theirs), count_modules(theirs)
     for what in ("model_type", "hidden_size", "vocab_size", family.layers):
-        own, other = (field(each.get_text_config(), what) for each in (config, theirs))
-        if own != other:
+        if (own := field(config.get_text_config(), what)) != (other := field(theirs.get_text_config(), what)):
             raise ValueError(f"modules={base}: it has {what}={other!r}, and {name} has {own!r}")
     for owner, each in ((base, theirs), (name, config)):
         if (method := _option(field(each, "quantization_config"), "quant_method")) not in (None, "fp8"):
             raise ValueError(f"modules={base}: {owner} is quantised ({method}), and neither full precision nor float8")
-    tensors, files = Tensors(), weight_files(base, **hub)
-    for prefix in (each for k in range(count_modules(theirs)) for each in family.prefixes(layers, k)):
+    config, tensors, files = copy.deepcopy(config), Tensors(), weight_files(base, **hub)
+    set_modules(config, count, theirs)
+    for prefix in (each for k in range(count) for each in family.prefixes(num_layers(theirs), k)):
         tensors |= {prefix + key: tensor for key, tensor in read_tensors(files, prefix).items()}
-    return in_full(tensors, theirs), with_modules(config, theirs), shared
+    return config, shared, in_full(tensors, theirs)
 
 
 def load_dequantized(
-    name: str | PathLike,
-    config: PreTrainedConfig,
-    inference_only: bool,
-    hub: Kwargs,
-    modules_from: Tensors | None = None,
-    **options: Any,
+    name: str | PathLike, config: PreTrainedConfig, inference_only: bool, hub: Kwargs, others: Tensors, **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, Kwargs]:
-    """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ...
-
-    `modules_from` are tensors of modules that take the place of the checkpoint's own.
-    """
+    """Load as `load` does, with `others`, from float8 times its scales where it is so; `hub` has `revision`, ..."""
     wanted = options.pop("dtype", None)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     dtype = wanted if isinstance(wanted, torch.dtype) else vars(torch).get(str(wanted), stored)
-    tensors = in_full(read_tensors(weight_files(name, options.pop("variant", None), **hub)), config, dtype)
-    tensors |= modules_from or {}
+    tensors = in_full(read_tensors(weight_files(name, options.pop("variant", None), **hub)), config, dtype) | others
     config = copy.deepcopy(config)
     unread = {*hub} if vars(config).pop("quantization_config", None) is None else {*hub, "quantization_config"}
     options = {key: value for key, value in options.items() if key not in unread}

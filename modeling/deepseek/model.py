@@ -40,7 +40,7 @@ from ...generation.contract import requested_states
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import check_stored, hub_options, renamed
+from ...generation.tensors.tensor_files import Tensors, check_stored, hub_options, renamed
 from ..common.backbone_parts import output_embeddings, text_positions
 from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds, stored_ids
 from ..common.loading import StrictLoadingMixin
@@ -175,13 +175,13 @@ class DeepSeekMTP(OwnLossMixin, WrapperMixin, StrictLoadingMixin, MTPGenerationM
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(config or name, **hub)
         wants_info = kwargs.pop("output_loading_info", False)
-        lacks, theirs = inference_only or modules is not None, None
+        lacks, theirs = inference_only or modules is not None, Tensors()
         config, shared = check_checkpoint(name, config, lacks, kwargs.get("variant"), **hub)
         if modules is not None and not inference_only:
-            theirs, config, shared = modules_of(modules, name, config, ignore_fields, **hub)
+            config, shared, theirs = modules_of(modules, name, config, ignore_fields, **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):
             kwargs["device_map"] = device_map_of(devices, config, official=True)
-        if theirs is not None or is_to_be_dequantized(config, kwargs.get("quantization_config")):
+        if theirs or is_to_be_dequantized(config, kwargs.get("quantization_config")):
             main, chain, report = load_dequantized(name, config, inference_only, hub, theirs, **kwargs)
         else:
             main, chain, report = load(name, config, inference_only, **kwargs)

@@ -2,6 +2,7 @@
 
 from ..training.results import DecodingResult, MeasuredResults
 from .card import render_card, write_card
+from .custom_generate import publish_generate
 from .push import push_to_hub
 
-__all__ = ["DecodingResult", "MeasuredResults", "push_to_hub", "render_card", "write_card"]
+__all__ = ["DecodingResult", "MeasuredResults", "publish_generate", "push_to_hub", "render_card", "write_card"]

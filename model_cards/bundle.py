@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import __version__
 
 _ROOT = Path(__file__).parents[1]
-_HEADER = f"# {{source}} of tokenahead {__version__} (Apache-2.0), as it travels with a model: only imports differ.\n"
+HEADER = f"# {{source}} of tokenahead {__version__} (Apache-2.0), as it travels with a model: only imports differ.\n"
 _IMPORT = re.compile(r"^([ \t]*from )(\.+)([\w.]*)(?= import )", re.MULTILINE)
 
 
@@ -28,7 +28,7 @@ def bundle(module: str) -> tuple[str, dict[str, str]]:
         FileNotFoundError: An installation without its source.
     """
     start = _ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    files = {f"{_flat_name(_ROOT)}.py": f'{_HEADER.format(source="the version")}\n__version__ = "{__version__}"\n'}
+    files = {f"{_flat_name(_ROOT)}.py": f'{HEADER.format(source="the version")}\n__version__ = "{__version__}"\n'}
     waiting = [start]
     while waiting:
         path = waiting.pop()
@@ -56,7 +56,7 @@ def _flattened(path: Path) -> tuple[str, list[Path]]:
         return f"{match[1]}.{_flat_name(target)}"
 
     text = _IMPORT.sub(rewritten, path.read_text(encoding="utf-8"))
-    return _HEADER.format(source=path.relative_to(_ROOT).as_posix()) + text, targets
+    return HEADER.format(source=path.relative_to(_ROOT).as_posix()) + text, targets
 
 
 def _flat_name(path: Path) -> str:

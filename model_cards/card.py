@@ -101,7 +101,7 @@ def render_card(
         "eval_results": _eval_results(results) if results else None,
     } | {name: value for name, value in metadata.items() if value is not None}
     fields["tags"] = [*_TAGS, config.model_type, *(metadata.get("tags") or ())]
-    text = _ENVIRONMENT.get_template("model_card.md.jinja").render(
+    text = ENVIRONMENT.get_template("model_card.md.jinja").render(
         data=ModelCardData(**fields),
         kind=kind,
         config=config,
@@ -122,9 +122,7 @@ def render_card(
         out_of_scope=out_of_scope,
     )
     check_no_local_path(text)
-    card = ModelCard(text)
-    card.text += _mark(str(card))
-    return card
+    return marked(ModelCard(text))
 
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, PreTrainedConfig, DrafterFacts]:
@@ -155,12 +153,22 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
         FileExistsError: README.md was written or edited by a person, and `overwrite` is False.
     """
     path = Path(folder) / "README.md"
-    if path.exists() and not overwrite:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        body = text.rpartition(_MARK)[0]
-        if text != body + _mark(body):
-            raise FileExistsError(f"{path} was written or edited by hand; pass overwrite=True to replace it")
+    if is_edited(path) and not overwrite:
+        raise FileExistsError(f"{path} was written or edited by hand; pass overwrite=True to replace it")
     return replace_file(path, str(card))
+
+
+def is_edited(path: Path) -> bool:
+    """Return whether there is a card that a person wrote or edited."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    body = text.rpartition(_MARK)[0]
+    return bool(text) and text != body + _mark(body)
+
+
+def marked(card: ModelCard) -> ModelCard:
+    """Add to a card the line by which `is_edited` knows it."""
+    card.text += _mark(str(card))
+    return card
 
 
 def _mark(body: str) -> str:
@@ -195,7 +203,7 @@ def _fenced(value: str, language: str = "") -> _Block:
     return _Block(f"{fence}{language}\n{value}\n{fence}")
 
 
-_ENVIRONMENT = jinja2.Environment(
+ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_TEMPLATES),
     undefined=jinja2.StrictUndefined,
     finalize=_shown,
@@ -204,7 +212,7 @@ _ENVIRONMENT = jinja2.Environment(
     keep_trailing_newline=True,
     autoescape=False,  # this is Markdown, not HTML
 )
-_ENVIRONMENT.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
+ENVIRONMENT.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
 
 
 def _citations(papers: tuple[str, ...]) -> str:

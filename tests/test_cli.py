@@ -113,7 +113,7 @@ WRONG = {
     "doctor --model m --drafter ngram --heads h": "--heads: not allowed with argument --drafter",
     "restore-modules x --output o": "required: --modules",
     "dance": "'dance'",
-    "": "{demo,generate,bench,doctor,verify,card,restore-modules,train,regenerate,features,lm-eval}",
+    "": "{demo,generate,bench,doctor,verify,card,publish-generate,restore-modules,train,regenerate,features,lm-eval}",
 }
 
 

@@ -31,7 +31,8 @@ def count(text: str) -> int:
 def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
     """Return a field of a dataclass that is an option of the command line, with arguments of `add_argument`.
 
-    `read` parses a word, in place of the field's type; `positional` makes it no option but an argument.
+    `read` parses a word, in place of the field's type; `positional` makes it no option but an argument; `flag` stands
+    in place of the field's name.
     """
     if isinstance(value, list):
         return field(default_factory=lambda: [*value], metadata={"help": help, **options})
@@ -58,8 +59,8 @@ class RequestParser(argparse.ArgumentParser):
         if options.pop("positional", False):
             names = [entry.name]
         else:
-            names = [f"--{entry.name.replace('_', '-')}", *aliases]
-            options["required"] = default is MISSING
+            names = [options.pop("flag", f"--{entry.name.replace('_', '-')}"), *aliases]
+            options |= {"required": default is MISSING, "dest": entry.name}
         if kind is bool:
             options["action"] = "store_true"  # a flag takes no word: it may be the prompt
         else:
@@ -239,3 +240,15 @@ class CardRequest:
     base_model: str | None = option(None, f"name on the Hub of what it derives from{_KEEPS}")
     ignore_fields: list[str] | None = option(None, "fields of its config.json that are passed over", nargs="+")
     overwrite: bool = option(False, "replace a README.md that a person wrote")
+
+
+@dataclass(frozen=True)
+class PublishGenerateRequest:
+    """Options of `tokenahead publish-generate`."""
+
+    folder: Path = option(help="directory to write", positional=True)
+    drafters: list[str] = option(
+        help="of ngram, suffix, recycling, lookahead; and of eagle, block, heads, student, which read trained ones",
+        flag="--with", nargs="+", metavar="NAME",
+    )  # fmt: skip
+    name: str | None = option(None, "name on the Hub (owner/name) for the examples in its README.md")

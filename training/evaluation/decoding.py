@@ -45,7 +45,7 @@ _ALONE = ("auto", "heads", "eagle", "block", "student")
 """Kinds whose figures are those of the drafter in their source."""
 _WITH_SOURCE = (*_ALONE, "assistant", "cascade", "transformers:assistant")
 _IGNORE = "ignore_fields"
-_UNTRAINED: dict[str, Any] = {
+UNTRAINED: dict[str, Any] = {
     "ngram": NgramDrafter, "suffix": SuffixDrafter, "recycling": RecyclingDrafter, "lookahead": LookaheadDrafter
 }  # fmt: skip
 _KINDS: dict[str, tuple[str, ...]] = {
@@ -357,7 +357,7 @@ def _method(name: str, kind: str, source: str, options: Kwargs, model: Any, opti
         case "suffix" if source:
             drafter = SuffixDrafter.from_pretrained(source)
         case "ngram" | "suffix" | "recycling" | "lookahead":
-            drafter = _UNTRAINED[kind](**own)
+            drafter = UNTRAINED[kind](**own)
         case "assistant":
             drafter = AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device)
         case "cascade":

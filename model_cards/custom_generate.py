@@ -1,0 +1,70 @@
+"""Repositories of the Hub for transformers' `custom_generate`, which draft where this library is not installed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+
+from ..generation.drafter import DRAFTERS
+from ..generation.tensors.saving import whole_directory
+from ..modeling.common.remote_code import REQUIREMENT
+from ..training.evaluation.decoding import UNTRAINED
+from .bundle import HEADER, bundle
+from .card import ENVIRONMENT, check_no_local_path, is_edited, marked
+
+
+def publish_generate(folder: str | PathLike, drafters: Sequence[str], repo_id: str | None = None) -> Path:
+    """Write a directory for `model.generate(..., custom_generate=folder, trust_remote_code=True)`; return its path.
+
+    It has the code of these drafters and of decoding with them, and a README.md, whole or not at all. Code of an
+    earlier version is replaced or removed; all else that is there stays, also a README.md of a person.
+
+    Args:
+        folder: The directory, which is created.
+        drafters: Names as `tokenahead bench` has them: `"ngram"`, `"suffix"`, `"recycling"` and `"lookahead"`;
+            `"heads"`, `"eagle"`, `"block"` and `"student"` read trained drafters.
+        repo_id: `"owner/name"` on the Hub, for the examples in README.md.
+
+    Raises:
+        ValueError: There is no drafter of a name; the message lists them.
+        FileExistsError: A file of the code has the name of another one there.
+    """
+    known = UNTRAINED | {name: kind for name, kind in DRAFTERS.items() if kind.is_apart}
+    if unknown := [name for name in drafters if name not in known]:
+        raise ValueError(f"--with {unknown[0]}: choose of {', '.join(known)}")
+    kinds, imports = {name: known[name] for name in drafters}, ""
+    look_ups = [name for name in kinds if name in UNTRAINED]
+    entry, files = bundle("modeling.common.custom_generate")
+    for kind in kinds.values():
+        module, needed = bundle(kind.__module__.partition(".")[2])
+        files, imports = files | needed, f"{imports}from .{module} import {kind.__name__}\n"
+    added = ", ".join(f"{name}={kinds[name].__name__}" for name in look_ups)
+    imports += f"from .{entry} import LOOK_UPS, generate\n\nLOOK_UPS.update({added})\n"
+    imports += "if False:  # transformers follows imports file by file, and reads each once where the first names all\n"
+    imports += "".join(f"    from .{Path(name).stem} import *\n" for name in sorted(files))
+    files = files | {"generate.py": HEADER.format(source="generate.py") + imports}
+    text = ENVIRONMENT.get_template("custom_generate.md.jinja").render(
+        about={name: (inspect.getdoc(kind) or "").partition("\n")[0] for name, kind in kinds.items()},
+        look_ups=look_ups,
+        place=repo_id or "path/to/this/directory",
+        number=len(files),
+        header=HEADER.format(source="Code"),
+        requires=f"torch '{REQUIREMENT}'" + " peft" * ("student" in kinds),
+    )
+    check_no_local_path(text)
+    folder, code = Path(folder), "custom_generate"  # where transformers looks for `generate.py`
+    earlier = [path for path in folder.glob(f"{code}/*.py") if " of tokenahead " in path.open().readline()]
+    if foreign := [path for path in folder.glob(f"{code}/*.py") if path.name in files and path not in earlier]:
+        raise FileExistsError(f"{foreign[0]} is not of tokenahead; name another directory")
+    with whole_directory(folder, replaced=[f"{code}/{path.name}" for path in earlier]) as written:
+        texts = {f"{code}/{name}": source for name, source in files.items()}
+        if not is_edited(folder / "README.md"):
+            texts["README.md"] = str(marked(ModelCard(text)))
+        (written / code).mkdir()
+        for name, source in texts.items():
+            (written / name).write_text(source, encoding="utf-8", newline="")
+    return folder

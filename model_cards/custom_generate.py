@@ -9,6 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
+from .. import __version__
 from ..generation.drafter import DRAFTERS
 from ..generation.tensors.saving import whole_directory
 from ..modeling.common.remote_code import REQUIREMENT
@@ -52,7 +53,7 @@ def publish_generate(folder: str | PathLike, drafters: Sequence[str], repo_id: s
         look_ups=look_ups,
         place=repo_id or "path/to/this/directory",
         number=len(files),
-        header=HEADER.format(source="Code"),
+        version=__version__,
         requires=f"torch '{REQUIREMENT}'" + " peft" * ("student" in kinds),
     )
     check_no_local_path(text)

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from tests.backbones import backbone
+from tests.loopback_hub import LoopbackHub
 from tests.models import left_padded
 from tokenahead import EagleHead, NgramDrafter, __version__, cli
 from tokenahead.model_cards import publish_generate
@@ -159,3 +160,33 @@ def test_what_would_be_misread_is_refused(base, folder):
         base.generate(ids, max_new_tokens=4, do_sample=True, temperature=0.5, custom_generate=generate)
     with pytest.raises(ValueError, match="drafter='bigram': choose of ngram, suffix, a directory"):
         generate(base, ids, drafter="bigram")
+
+
+OF_THE_HUB = """
+import sys
+from huggingface_hub import HfApi
+
+api = HfApi()
+api.create_repo("me/drafts")
+api.upload_folder(repo_id="me/drafts", folder_path="drafts")
+sys.modules["tokenahead"] = None
+import torch
+from transformers import AutoModelForCausalLM
+
+model, ids = AutoModelForCausalLM.from_pretrained("model"), torch.tensor([[5, 6, 7, 5, 6]])
+own = {"custom_generate": "me/drafts", "trust_remote_code": True}
+for _ in range(2):
+    out = model.generate(ids, **own, max_new_tokens=9, return_dict_in_generate=True)
+    assert out.sequences.equal(model.generate(ids, max_new_tokens=9, do_sample=False)) and out.speculation
+"""
+
+
+@pytest.mark.nightly
+def test_a_repository_of_the_hub(base, tmp_path):
+    publish_generate(tmp_path / "drafts", ["ngram"])
+    base.save_pretrained(tmp_path / "model")
+    (tmp_path / "client.py").write_text(OF_THE_HUB)
+    with LoopbackHub() as hub:
+        hub.run(tmp_path / "client.py", tmp_path)
+        assert set(hub.repositories["me/drafts"].files) > {"README.md", "custom_generate/generate.py"}
+        assert not hub.unknown

@@ -153,20 +153,16 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
         FileExistsError: README.md was written or edited by a person, and `overwrite` is False.
     """
     path = Path(folder) / "README.md"
-    if is_edited(path) and not overwrite:
-        raise FileExistsError(f"{path} was written or edited by hand; pass overwrite=True to replace it")
+    if path.exists() and not overwrite:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        body = text.rpartition(_MARK)[0]
+        if text != body + _mark(body):
+            raise FileExistsError(f"{path} was written or edited by hand; pass overwrite=True to replace it")
     return replace_file(path, str(card))
 
 
-def is_edited(path: Path) -> bool:
-    """Return whether there is a card that a person wrote or edited."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    body = text.rpartition(_MARK)[0]
-    return bool(text) and text != body + _mark(body)
-
-
 def marked(card: ModelCard) -> ModelCard:
-    """Add to a card the line by which `is_edited` knows it."""
+    """Add to a card the line by which `write_card` knows it."""
     card.text += _mark(str(card))
     return card
 

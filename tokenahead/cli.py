@@ -128,7 +128,7 @@ def _card(request: requests.CardRequest) -> int:
     return 0
 
 
-def _publish_generate(request: requests.PublishGenerateRequest) -> int:
+def _publish(request: requests.PublishRequest) -> int:
     from .model_cards import publish_generate
 
     print(f"wrote {publish_generate(request.folder, request.drafters, request.name)}")
@@ -142,11 +142,7 @@ _COMMANDS: dict[str, tuple[type | None, Callable[..., int], str]] = {
     "doctor": (requests.DoctorRequest, _command("doctor"), "say why a drafter accepts little"),
     "verify": (requests.VerifyRequest, _command("verify"), "say whether decoding functions keep their model's text"),
     "card": (requests.CardRequest, _card, "write the card of a model or drafter, with results of `tokenahead bench`"),
-    "publish-generate": (
-        requests.PublishGenerateRequest,
-        _publish_generate,
-        "write a repository for custom_generate= of transformers, which drafts where this library is not installed",
-    ),
+    "publish-generate": (requests.PublishRequest, _publish, "write a repository for transformers' custom_generate"),
     "restore-modules": (requests.RestoreRequest, _command("restore-modules", "restore"), "give a base's modules back"),
     "train": (None, _command("train"), "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
     "regenerate": (

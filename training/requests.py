@@ -31,8 +31,7 @@ def count(text: str) -> int:
 def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
     """Return a field of a dataclass that is an option of the command line, with arguments of `add_argument`.
 
-    `read` parses a word, in place of the field's type; `positional` makes it no option but an argument; `flag` stands
-    in place of the field's name.
+    `read` parses a word, in place of the field's type; `positional` makes it an argument; `flag` names it otherwise.
     """
     if isinstance(value, list):
         return field(default_factory=lambda: [*value], metadata={"help": help, **options})
@@ -243,7 +242,7 @@ class CardRequest:
 
 
 @dataclass(frozen=True)
-class PublishGenerateRequest:
+class PublishRequest:
     """Options of `tokenahead publish-generate`."""
 
     folder: Path = option(help="directory to write", positional=True)
@@ -251,4 +250,4 @@ class PublishGenerateRequest:
         help="of ngram, suffix, recycling, lookahead; and of eagle, block, heads, student, which read trained ones",
         flag="--with", nargs="+", metavar="NAME",
     )  # fmt: skip
-    name: str | None = option(None, "name on the Hub (owner/name) for the examples in its README.md")
+    name: str | None = option(None, "its name on the Hub (owner/name), for the examples in README.md")

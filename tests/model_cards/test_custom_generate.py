@@ -52,7 +52,10 @@ def test_the_card_has_the_tag_of_the_hub_and_a_block_to_copy(folder):
     assert card.data.library_name == "transformers" and "custom_generate" in card.data.tags
     code = card.text.partition("```python\n")[2].partition("```")[0]
     assert 'load_custom_generate("me/drafts", trust_remote_code=True)' in code and compile(code, "README.md", "exec")
-    assert all(f'"{name}"' in card.text for name in ("ngram", "suffix")) and "- eagle: An EAGLE head" in card.text
+    assert (
+        '| suffix | "suffix" | Drafts' in card.text
+        and "| eagle | its directory or `owner/name` | An EAGLE" in card.text
+    )
 
 
 def test_fewer_drafters_have_fewer_files_and_what_is_not_ours_stays(folder, tmp_path):
@@ -158,7 +161,7 @@ def test_what_would_be_misread_is_refused(base, folder):
     ids = torch.tensor(TEXTS[:1])
     with pytest.raises(ValueError, match="custom_generate= takes the directory"):
         base.generate(ids, max_new_tokens=4, do_sample=True, temperature=0.5, custom_generate=generate)
-    with pytest.raises(ValueError, match="drafter='bigram': choose of ngram, suffix, a directory"):
+    with pytest.raises(ValueError, match=r"drafter='bigram': choose of \['ngram', 'suffix'\], or name a directory"):
         generate(base, ids, drafter="bigram")
 
 

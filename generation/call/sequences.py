@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -282,10 +282,24 @@ class Speculation:
         return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, longest + 1)]
 
     @property
+    def by_hundreds(self) -> list[dict[str, int]]:
+        """For new tokens 0 to 99, 100 to 199, ... of the answers: `verifications` of all sequences whose drafts begin
+        there, and the tokens that these `drafted` (of a tree, along its longest path) and `accepted`."""
+        found = defaultdict[int, Counter[str]](lambda: Counter(verifications=0, drafted=0, accepted=0))
+        for row, depths in zip(self.rows_accepted, self._depths):
+            starts = accumulate((1 + count for count in row), initial=1)  # the prefill gave the first token
+            for start, accepted, drafted in zip(starts, row, depths):
+                found[start // 100].update(verifications=1, drafted=drafted, accepted=accepted)
+        return [dict(found[at]) for at in range(max(found, default=-1) + 1)]
+
+    @property
+    def _depths(self) -> list[list[int]]:
+        return self.rows_depths or [[len(draft) for draft in drafts] for drafts in self.rows_drafts]
+
+    @property
     def lengths(self) -> dict[int, int]:
         """How many verifications had drafts of each length, 0 among them: what was chosen, within what there was."""
-        depths = self.rows_depths or [map(len, drafts) for drafts in self.rows_drafts]
-        return dict(sorted(Counter(chain.from_iterable(depths)).items()))
+        return dict(sorted(Counter(chain.from_iterable(self._depths)).items()))
 
     @property
     def counts(self) -> dict[str, int]:

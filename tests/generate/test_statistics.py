@@ -30,6 +30,19 @@ def test_shares_are_those_of_all_verifications_whatever_their_drafts():
         assert Speculation(accepted, drafts, **depths).accepted_by_position == pytest.approx(shares)
 
 
+def test_acceptance_by_hundreds_of_tokens():
+    """A draft counts where its first token stands: token 1 follows the prompt's own, and 98 drafts reach token 100."""
+    drafts = [[[7] * 98, [7] * 4, []], [[7, 7]]]
+    rows = Speculation([[98, 3, 0], [1]], drafts)
+    assert rows.by_hundreds == [
+        {"verifications": 2, "drafted": 100, "accepted": 99},
+        {"verifications": 2, "drafted": 4, "accepted": 3},
+    ]
+    tree = Speculation([[1] * 2 + [250, 0]], [[[7] * 9] * 4], rows_depths=[[3, 3, 250, 3]])
+    assert [list(each.values()) for each in tree.by_hundreds] == [[3, 256, 252], [0, 0, 0], [1, 3, 0]]
+    assert Speculation([[]], [[]]).by_hundreds == []
+
+
 def test_ended_sequences_count_in_no_further_call():
     """Alone or together, a sequence that drafts its own tokens has the same tokens and calls; filling a returned cache
     up is nobody's call."""

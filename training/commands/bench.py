@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ... import __version__
 from ...generation.backbone.wrapped_models import Kwargs
-from ..evaluation.bench import BLEU, EXACT, LINES, Bench, Protocol, largest_error, measured_results
+from ..evaluation.bench import BLEU, EXACT, LINES, Bench, Protocol, measured_results
 from ..evaluation.decoding import PLAIN, methods_of, named_mode
 from ..evaluation.prompts import PromptEncoder, read_prompts
 from ..loading import load_model
@@ -100,7 +100,7 @@ def main(request: BenchRequest) -> int:
         extra={
             "Model": Path(request.model).name,
             "Chat template": bench.writer.template,
-            "Largest error of logits, a block against single tokens": largest_error(bench.lines),
+            "Largest error of logits, a block against single tokens": bench.largest_error,
         },
         not_measured=bench.not_measured | refused,
     )
@@ -173,17 +173,6 @@ def _speed(row: DecodingResult) -> str | Text:
     return f"{middle:.2f}x ({low:.2f}-{high:.2f})"
 
 
-def _same(row: DecodingResult) -> str | Text:
-    if row.identical is None:
-        return ""
-    words = "yes" if row.identical else "no"
-    if row.texts is not None and row.differing is not None:
-        words = f"{row.texts - row.differing}/{row.texts}"
-    if row.identical:
-        return Text(words, "green")
-    return f"{words} + {row.near_ties} ties" if row.is_lossless else Text(f"{words} NOT LOSSLESS", "bold red")
-
-
 def _macro(row: DecodingResult) -> str:
     return _number(fmean(row.category_speed_ups.values())) if row.claims_speed and row.category_speed_ups else ""
 
@@ -194,7 +183,6 @@ _COLUMNS: dict[str, _Cell] = {
     "speed-up\n(quartiles)": _claimed(_speed),
     "ms per\ncall": lambda row: _number(row.call_ms, ".1f"),
     "left\nout": lambda row: _number(row.looping_share, ".0%"),
-    "same texts": _same,
 }
 _QUALITY: dict[str, _Cell] = {
     "exact match, %": lambda row: _number(row.quality.get(EXACT), ".1f"),
@@ -218,8 +206,7 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
         f"{measured.unit}s per call: of verifications, without the prompt's own call; expected: the same along the "
         "plain texts, for drafts of the length in brackets. Speed-ups: ratios to plain decoding by turns, without the "
         "prompts' own calls; whole calls: with them; micro: of the sums, macro: the mean over categories. Left out: "
-        "texts of which more than half repeats itself, here or in plain decoding; they are in no figure. Same texts: "
-        "greedy ones; those that differ by rounding alone are ties."
+        "texts of which more than half repeats itself, here or in plain decoding; they are in no figure."
     )
     unstable = {_setting(row): row.plain_ratios for row in measured.results if row.is_unstable}
     for (mode, batch), ratios in unstable.items():
@@ -230,8 +217,9 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
     for name, reason in measured.not_measured.items():
         yield f"n/a: {name}: {reason}"
     for row in measured.results:
-        if not row.is_lossless:
-            yield f"NOT LOSSLESS: {row.name}: texts differ from plain decoding's by more than rounding explains."
+        if row.greedy_texts is not None or not row.is_lossless:
+            found = row.greedy_texts or "not those of plain decoding"
+            yield f"Greedy texts, {row.name}: {found}{'' if row.is_lossless else ' NOT LOSSLESS'}"
 
 
 def bench_figure(measured: MeasuredResults) -> Figure:

@@ -5,7 +5,8 @@ The arguments after `lm-eval` are lm-eval's own; the model `tokenahead` is its `
     tokenahead lm-eval run --model tokenahead --model_args pretrained=DIRECTORY,drafter=heads:DIRECTORY --tasks gsm8k
 
 `drafter` is a method of `tokenahead bench`: `ngram`, `heads:SOURCE`, ...; `own`, the default, for models that draft for
-themselves; `plain` for none. Scores are those of plain decoding: greedy output is, in float32, the same.
+themselves; `plain` for none. Scores are those of plain decoding: greedy output is, in float32, the same. The first
+`compare` greedy texts (8; 0: none) are written plainly, too, and what came out is shown and in the file of results.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+
+from ...generation.tensors.tensor_files import Fields
 from ..evaluation.decoding import PLAIN, methods_of
-from ..utils import needs_extra
+from ..evaluation.lossless import Comparison, GreedyTexts
+from ..utils import eos_ids, needs_extra, until_end
 
 with needs_extra("eval", "tokenahead lm-eval"):
     # not by name: type checkers run where lm-eval is not installed
@@ -29,19 +34,49 @@ with needs_extra("eval", "tokenahead lm-eval"):
 class DraftingLM(_models.HFLM):
     """lm-eval's model of transformers, with the drafts of a method of `tokenahead bench`."""
 
-    def __init__(self, pretrained: str, drafter: str = "own", **options: Any) -> None:
+    differences: ClassVar[list[Fields | None]] = []  # of all texts of the process that were compared
+
+    def __init__(self, pretrained: str, drafter: str = "own", compare: int = 8, **options: Any) -> None:
         super().__init__(pretrained, **options)
         methods, refused = methods_of([drafter], self.model)
         if refused:
             raise ValueError(f"drafter={drafter!r}: {refused.popitem()[1]}")
-        self.drafting = methods[0 if drafter == PLAIN else 1].options
+        self.plain, self.drafting = methods[0].options, methods[0 if drafter == PLAIN else 1].options
+        self.compare = 0 if drafter == PLAIN else compare
+        self.comparison = Comparison(
+            self.model, lambda model, ids, **own: model.generate(input_ids=ids, **self.plain | own)
+        )
 
-    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._model_generate(*args, **self.drafting | kwargs)
+    def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        written = super()._model_generate(context, *args, **self.drafting | kwargs)
+        is_greedy = not (kwargs.get("do_sample") or kwargs.get("temperature"))
+        if is_greedy and len(self.differences) < self.compare:
+            self._compare(context, super()._model_generate(context, *args, **self.plain | kwargs), written, **kwargs)
+        return written
+
+    def _compare(
+        self, context: torch.Tensor, *texts: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
+    ) -> None:
+        """Compare texts with drafts [B, L + T'] with plain ones [B, L + T], which come first."""
+        eos, mask = eos_ids(self.model), torch.ones_like(context) if attention_mask is None else attention_mask
+        try:
+            for ids, is_real, *rows in zip(context, mask.bool(), *texts):
+                ends = (until_end(row[len(ids) :].tolist(), eos) for row in rows)
+                self.differences.append(self.comparison.difference(ids[is_real], *ends, len(context)))
+        except torch.OutOfMemoryError:
+            self.compare = 0
+            print("No memory for a copy of the model in float32: no further text is compared with plain decoding's.")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the file of results says of the model."""
+        return super().get_model_info() | {"greedy_texts": str(GreedyTexts.of(self.differences))}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run lm-eval's own command line; return 0."""
+    """Run lm-eval's own command line; return 1 where a greedy text differs from plain decoding's, else 0."""
     sys.argv = ["tokenahead lm-eval", *argv]
+    DraftingLM.differences.clear()
     _harness.cli_evaluate()
-    return 0
+    texts = GreedyTexts.of(DraftingLM.differences)
+    print(f"Greedy texts: {texts}{' NOT LOSSLESS' * (texts.different > 0)}")
+    return int(texts.different > 0)

@@ -4,33 +4,24 @@ A unit is a group of prompts and a way of decoding. In it every method decodes, 
 unit: plain decoding, once more as a control, and the methods with drafts. All of them get plain decoding's answers as
 the history of later turns. Drafters that remember text begin every unit with what they remembered at first. A unit
 counts as a whole or not at all, so that every method has seen the same prompts wherever a run ends.
-
-Greedy outputs that differ from plain decoding's are near-ties, where rounding decides, or real differences. A block and
-a single token are rounded differently, so that two tokens of nearly equal logits may swap their order. A difference is
-a near-tie if the gap of their logits in float32 is at most twice the largest error between logits of a block and of
-single tokens, which is measured on the same model, dtype and batch size.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ... import __version__
-from ...configuration.cache_names import CACHE, cache_of
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields
 from ..loading import unit_of
@@ -38,7 +29,6 @@ from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environ
 from ..utils import needs_extra, one_line, replace_file
 from .decoding import (
     CONTROL,
-    GREEDY,
     MODES,
     DecodingMode,
     Method,
@@ -49,6 +39,7 @@ from .decoding import (
     repeated_share,
 )
 from .drafts import Batch, DraftMeasures, ExpectedCalls, ratio_of_sums, text_of
+from .lossless import Comparison, GreedyTexts, largest_error
 from .prompts import Prompt, PromptEncoder, groups_of
 
 LINES = "lines.jsonl"
@@ -57,9 +48,6 @@ EXACT, BLEU = "exact match", "BLEU"
 """Names of the scores, of 0 to 100."""
 _ANSWER = "####"  # stands before the number in a reference of GSM8K
 _WARM_UP = 8  # tokens of a first call that is not measured, because it also sets things up
-_WIDTH, _BLOCKS = 6, 4  # tokens of a block, and blocks of an output, along which the error of logits is measured
-_TOP = 10  # likeliest tokens whose logits are compared
-_OUTPUTS = 4  # along which the error is measured
 _Unit = tuple[list[Prompt], DecodingMode, int]
 _Pair = tuple[Row, Row]  # what a method did, and plain decoding in the same turn of the same prompts
 
@@ -100,7 +88,9 @@ class Bench:
         self.lines: list[Row] = []  # all that was measured, of whole units
         self.prompts: dict[str, Prompt] = {}  # by name
         self.refused: dict[tuple[str, str, int], str] = {}  # why a method, mode and batch size are not measured
-        self.errors: dict[int, list[float]] = {}  # of logits of blocks, by batch size
+        self.comparison = Comparison(
+            methods[0].model, lambda model, ids, **own: replace(methods[0], model=model).generate(input_ids=ids, **own)
+        )
         self.warm: set[tuple[str, int]] = set()  # modes and batch sizes
         drafters = [method.drafter for method in methods if isinstance(method.drafter, BaseDrafter)]
         self.restore_points = [drafter.restore_point() for drafter in drafters]
@@ -109,6 +99,11 @@ class Bench:
     def not_measured(self) -> dict[str, str | int | float]:
         """What failed, and why."""
         return {f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in self.refused.items()}
+
+    @property
+    def largest_error(self) -> float:
+        """The largest error between logits of a block and of single tokens that was measured."""
+        return largest_error(each for row in self.lines for each in row.differences)
 
     def run(self, prompts: Sequence[Prompt], on_unit: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Measure until all is done or the time is over; what earlier runs left in the directory is not repeated.
@@ -196,7 +191,7 @@ class Bench:
             if plain.error is not None or row.error is not None:
                 continue
             outputs = () if mode.is_sampled else zip(prompts, plain.ids, row.ids)
-            row.differences = [self._difference(*output, len(prompts)) for output in outputs]
+            row.differences = [self.comparison.difference(*output, len(prompts)) for output in outputs]
             if self.protocol.expects and (expectation := method.expectation(mode)) is not None:
                 measures = DraftMeasures(mode.temperature, expectation[1])
                 for prompt, ids in zip(prompts, plain.ids):
@@ -220,49 +215,6 @@ class Bench:
             self.refused[method.name, mode.name, batch_size] = reason
             return Row(error=reason)
 
-    @cached_property
-    def _exact(self) -> Method:
-        """Plain decoding in float32; a copy of the model in other dtypes."""
-        plain = self.methods[0]
-        return plain if plain.model.dtype == torch.float32 else replace(plain, model=copy.deepcopy(plain.model).float())
-
-    def _difference(
-        self, prompt: torch.Tensor, expected: Sequence[int], got: Sequence[int], batch_size: int
-    ) -> Fields | None:
-        """Return where two outputs differ after a prompt [L]: `index`, the `gap` of the two tokens' logits in float32
-        (None where one output has ended), and the `error` between block and single logits; None if they are equal."""
-        if list(expected) == list(got):
-            return None
-        shorter = min(len(expected), len(got))
-        index, gap = next((i for i in range(shorter) if expected[i] != got[i]), shorter), None
-        if index < shorter:
-            ids = torch.cat([prompt, prompt.new_tensor(expected[:index])])[None]
-            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "output_scores": True}
-            scores = self._exact.generate(input_ids=ids, **options, **GREEDY.options).scores[0][0]
-            gap = abs(float(scores[expected[index]] - scores[got[index]]))
-        errors = self.errors.setdefault(batch_size, [])
-        if len(errors) < _OUTPUTS:
-            errors.append(block_error(self.methods[0].model, prompt, prompt.new_tensor(expected), batch_size))
-        return {"index": index, "gap": gap, "error": max(errors)}
-
-
-@torch.no_grad()
-def block_error(model: PreTrainedModel, prompt: torch.Tensor, output: torch.Tensor, batch_size: int = 1) -> float:
-    """Return the largest difference between logits of a block and of single tokens, among each position's likeliest.
-
-    The output [T] after a prompt [L] is passed as blocks and token by token, in `batch_size` equal sequences.
-    """
-    prompt, output = (ids.expand(batch_size, -1) for ids in (prompt, output[: _WIDTH * _BLOCKS]))
-    logits = []
-    for width in (_WIDTH, 1):
-        cache, parts = cache_of(model(prompt, use_cache=True)), []
-        for part in output.split(width, 1):
-            parts.append(model(part, **{CACHE: cache}, use_cache=True).logits.float())
-        logits.append(torch.cat(parts, 1))
-    blocks, singles = logits
-    likeliest = singles.topk(min(_TOP, singles.shape[-1])).indices
-    return float((blocks - singles).gather(-1, likeliest).abs().max())
-
 
 def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
     """Return the results of a bench with its machine and dtype, and further fields of `MeasuredResults`."""
@@ -279,15 +231,10 @@ def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
     return MeasuredResults(**fields | facts)
 
 
-def largest_error(rows: Sequence[Row]) -> float:
-    """Return the largest error between logits of a block and of single tokens that was measured."""
-    return max((each["error"] for row in rows for each in row.differences if each is not None), default=0.0)
-
-
 def results_of(bench: Bench) -> list[DecodingResult]:
     """Return all results, beside the control's ratios; the error of logits is the largest that was measured."""
     rows, results = [row for row in bench.lines if row.error is None], list[DecodingResult]()
-    plain, error = {row.place: row for row in rows if row.method == bench.methods[0].name}, largest_error(rows)
+    plain, error = {row.place: row for row in rows if row.method == bench.methods[0].name}, bench.largest_error
     for batch_size, mode in product(bench.protocol.batch_sizes, bench.protocol.modes):
         here = [row for row in rows if (row.mode, row.batch_size) == (mode.name, batch_size) and row.place in plain]
         found = []
@@ -325,7 +272,7 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
     sums = [torch.cat([torch.tensor(each, dtype=torch.float64) for each in part]) for part in zip(*along)]
     expected = ExpectedCalls(*sums) if sums else None
     compared = [each for run, _ in pairs for each in run.differences]
-    different = [each for each in compared if each is not None]
+    texts = GreedyTexts.of(compared, error)
     return DecodingResult(
         name=f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
         method=method,
@@ -356,10 +303,10 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
         accepted_by_position=acceptance_by_position(accepted, length) if accepted else [],
         tokens_per_verification=tokens_per_verification,
         standard_error=standard_error,
-        identical=not different if compared else None,
+        identical=texts.equal == len(compared) if compared else None,
         texts=len(compared) or None,
-        differing=len(different) if compared else None,
-        near_ties=sum(each["gap"] is not None and each["gap"] <= 2 * error for each in different) if compared else None,
+        differing=texts.near_ties + texts.different if compared else None,
+        near_ties=texts.near_ties if compared else None,
         expected_tokens_per_call=expected and expected.tokens_per_call,
         expected_standard_error=expected and expected.standard_error,
         expected_by_position=expected.by_position if expected else [],

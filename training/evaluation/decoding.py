@@ -120,7 +120,7 @@ class Method:
     def generate(self, **kwargs: Any) -> Any:
         """Call `generate` with the method's options."""
         call = type(self.model).generate.__get__(self.model) if self.is_foreign else self.model.generate
-        return call(**self.options | kwargs, return_dict_in_generate=True)
+        return call(**self.options | kwargs | {"return_dict_in_generate": True})
 
     def expectation(self, mode: DecodingMode) -> tuple[str, int] | None:
         """Return the rule and the draft length of expected calls along an output; None where they are unknown."""

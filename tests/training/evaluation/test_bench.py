@@ -17,7 +17,6 @@ from tokenahead.training.evaluation.bench import (
     EXACT,
     Bench,
     Protocol,
-    block_error,
     completions_of,
     quality_of,
     result_of,
@@ -35,6 +34,7 @@ from tokenahead.training.evaluation.decoding import (
     repeated_share,
     sampled,
 )
+from tokenahead.training.evaluation.lossless import block_error
 from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder, groups_of, read_prompts
 
 ROWS = [
@@ -222,7 +222,21 @@ def test_a_wrong_token_is_no_near_tie_and_fails(folders, tmp_path, monkeypatch, 
     assert run(folders, tmp_path / "out", "--methods", "ngram") == 1
     row = results_in(tmp_path / "out").results[-1]
     assert (row.method, row.differing, row.near_ties, row.is_lossless) == ("ngram", 4, 0, False)
-    assert "NOT LOSSLESS" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Greedy texts, ngram, greedy: equal 0, near-ties 0, different 4 NOT LOSSLESS" in out
+    assert "Greedy texts, plain, again, greedy: equal 4, near-ties 0, different 0" in out
+
+
+def test_a_token_of_equal_logits_is_a_near_tie_and_passes(folders, tmp_path, monkeypatch, capsys):
+    """Of every two tokens with the same logits plain decoding takes the first."""
+    model = llama(vocab_size=320, max_position_embeddings=512)
+    with torch.no_grad():
+        model.lm_head.weight[160:] = model.lm_head.weight[:160]
+    model.save_pretrained(base := tmp_path / "twins")
+    EvaByteTokenizer().save_pretrained(base)
+    tampering(monkeypatch, "ngram", lambda ids: ids.__setitem__(5, ids[5] + 160))
+    assert run(folders, tmp_path / "out", "--model", base, "--methods", "ngram", "--decoding", "greedy") == 0
+    assert "Greedy texts, ngram, greedy: equal 0, near-ties 4, different 0\n" in capsys.readouterr().out
 
 
 def test_the_error_between_a_block_and_single_tokens():

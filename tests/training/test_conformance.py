@@ -166,9 +166,7 @@ def test_a_model_that_has_learned_is_compared_with_its_own_texts():
             model.get_output_embeddings().weight.copy_(model.get_output_embeddings().weight.roll(1, 0))
 
 
-@pytest.mark.parametrize(
-    ("by", "result", "counts"), [(3, KEPT, (0, 4, 0)), (1, BROKEN, (0, 0, 4))]
-)
+@pytest.mark.parametrize(("by", "result", "counts"), [(3, KEPT, (0, 4, 0)), (1, BROKEN, (0, 0, 4))])
 def test_a_token_of_equal_logits_is_told_from_a_wrong_one(by, result, counts):
     """Tokens 2, 3 and 4 have the logits of 5, 6 and 7, and plain decoding takes the first of two."""
     model = small_model(1, 8)

@@ -8,7 +8,8 @@ from transformers import TextStreamer
 from transformers.utils import logging
 
 from ..generation.attach import MTPGenerationMixin
-from .evaluation.decoding import GREEDY, DecodingMode, acceptance_by_position, decode, named_method, plain_method
+from ..generation.call.sequences import acceptance_by_position
+from .evaluation.decoding import GREEDY, DecodingMode, decode, named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder
 from .loading import load_model, unit_of
 from .requests import GenerateRequest

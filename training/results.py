@@ -15,7 +15,6 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
-from .evaluation.lossless import GreedyTexts
 from .utils import replace_file
 
 DEGENERATE_SHARE = 0.5
@@ -97,14 +96,7 @@ class DecodingResult:
     @property
     def is_lossless(self) -> bool:
         """Whether no output differs from plain decoding's but by rounding."""
-        return self.identical is not False or (self.greedy_texts is not None and not self.greedy_texts.different)
-
-    @property
-    def greedy_texts(self) -> GreedyTexts | None:
-        """How many greedy outputs are plain decoding's; None where they were not counted."""
-        if self.texts is None or self.differing is None or self.near_ties is None:
-            return None
-        return GreedyTexts(self.texts - self.differing, self.near_ties, self.differing - self.near_ties)
+        return self.identical is not False or (self.differing is not None and self.differing == self.near_ties)
 
     @property
     def reached_by_position(self) -> list[Number]:

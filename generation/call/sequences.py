@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
@@ -208,6 +208,11 @@ class Graphs:
     buffers_made: int = 0
 
 
+def acceptance_by_position(accepted: Sequence[int], length: int) -> list[float]:
+    """Return, for draft positions 1 .. length, the share of all verifications that accept so many drafts."""
+    return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, length + 1)]
+
+
 @dataclass
 class Speculation:
     """Counts and times of one call of `generate`.
@@ -277,29 +282,25 @@ class Speculation:
     @property
     def accepted_by_position(self) -> list[float]:
         """For draft positions 1, 2, ...: the share of all verifications that accept so many drafts; it falls."""
-        longest = max(self.lengths, default=0)
-        accepted = list(chain.from_iterable(self.rows_accepted))
-        return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, longest + 1)]
+        return acceptance_by_position([*chain.from_iterable(self.rows_accepted)], max(self.lengths, default=0))
 
     @property
     def by_hundreds(self) -> list[dict[str, int]]:
         """For new tokens 0 to 99, 100 to 199, ... of the answers: `verifications` of all sequences whose drafts begin
         there, and the tokens that these `drafted` (of a tree, along its longest path) and `accepted`."""
         found = defaultdict[int, Counter[str]](lambda: Counter(verifications=0, drafted=0, accepted=0))
-        for row, depths in zip(self.rows_accepted, self._depths):
+        depths = self.rows_depths or [map(len, drafts) for drafts in self.rows_drafts]
+        for row, lengths in zip(self.rows_accepted, depths):
             starts = accumulate((1 + count for count in row), initial=1)  # the prefill gave the first token
-            for start, accepted, drafted in zip(starts, row, depths):
+            for start, accepted, drafted in zip(starts, row, lengths):
                 found[start // 100].update(verifications=1, drafted=drafted, accepted=accepted)
         return [dict(found[at]) for at in range(max(found, default=-1) + 1)]
 
     @property
-    def _depths(self) -> list[list[int]]:
-        return self.rows_depths or [[len(draft) for draft in drafts] for drafts in self.rows_drafts]
-
-    @property
     def lengths(self) -> dict[int, int]:
         """How many verifications had drafts of each length, 0 among them: what was chosen, within what there was."""
-        return dict(sorted(Counter(chain.from_iterable(self._depths)).items()))
+        depths = self.rows_depths or [map(len, drafts) for drafts in self.rows_drafts]
+        return dict(sorted(Counter(chain.from_iterable(depths)).items()))
 
     @property
     def counts(self) -> dict[str, int]:

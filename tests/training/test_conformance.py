@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import astuple
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tokenahead.testing import ALARM, DECODERS, chi_square, verify, verify_greed
 from tokenahead.training.commands import verify as command
 from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED, Verified, plain, small_model
 from tokenahead.training.conformance.sampled import CoarseTests
-from tokenahead.training.evaluation.lossless import GreedyTexts
 
 PLACES = [(drafts, place) for drafts in range(1, 7) for place in range(drafts)]
 
@@ -166,7 +164,9 @@ def test_a_model_that_has_learned_is_compared_with_its_own_texts():
             model.get_output_embeddings().weight.copy_(model.get_output_embeddings().weight.roll(1, 0))
 
 
-@pytest.mark.parametrize(("by", "result", "counts"), [(3, KEPT, (0, 4, 0)), (1, BROKEN, (0, 0, 4))])
+@pytest.mark.parametrize(
+    ("by", "result", "counts"), [(3, KEPT, "near-ties 4, different 0"), (1, BROKEN, "near-ties 0, different 4")]
+)
 def test_a_token_of_equal_logits_is_told_from_a_wrong_one(by, result, counts):
     """Tokens 2, 3 and 4 have the logits of 5, 6 and 7, and plain decoding takes the first of two."""
     model = small_model(1, 8)
@@ -184,8 +184,7 @@ def test_a_token_of_equal_logits_is_told_from_a_wrong_one(by, result, counts):
 
     found = {each.check: each for each in verify_greedy(swaps, model)}
     for check in ("greedy", "ragged batch"):
-        assert (found[check].result, astuple(found[check].texts)) == (result, counts)
-    assert "differs from new token" in found["greedy"].words
+        assert found[check].result == result and f"equal 0, {counts}; differs from new token " in found[check].words
 
 
 def test_the_chi_square_test_agrees_with_scipy():
@@ -208,12 +207,10 @@ def test_the_chi_square_test_agrees_with_scipy():
     ],
 )
 def test_the_exit_status_is_of_what_is_ours(name, result, status, shown, monkeypatch, capsys):
-    texts = GreedyTexts(1, 0, int(result == BROKEN))
-    found = [Verified("greedy", KEPT, texts=texts), Verified("stop strings", result, "differs", texts=texts)]
+    found = [Verified("greedy", KEPT), Verified("stop strings", result, "differs from new token 3 on")]
     monkeypatch.setattr(command, "verify", lambda decode, samples: found)
     assert run("verify", "--decoders", name, "--samples", "500") == status
     out = capsys.readouterr().out
-    assert f"Greedy texts, {name}: equal 2, near-ties 0, different {2 * (result == BROKEN)}\n" in out
     assert shown in out and "greedy" in out and max(map(len, out.splitlines())) <= 80
     assert run("verify", "--decoders", name, "--json") == status
     assert json.loads(capsys.readouterr().out)[name][1]["result"] == result

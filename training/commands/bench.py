@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from ... import __version__
 from ...generation.backbone.wrapped_models import Kwargs
-from ..evaluation.bench import BLEU, EXACT, LINES, Bench, Protocol, measured_results
+from ..evaluation.bench import BLEU, EXACT, LINES, Bench, Protocol, largest_error, measured_results
 from ..evaluation.decoding import PLAIN, methods_of, named_mode
+from ..evaluation.lossless import in_words
 from ..evaluation.prompts import PromptEncoder, read_prompts
 from ..loading import load_model
 from ..requests import BenchRequest
@@ -100,7 +101,7 @@ def main(request: BenchRequest) -> int:
         extra={
             "Model": Path(request.model).name,
             "Chat template": bench.writer.template,
-            "Largest error of logits, a block against single tokens": bench.largest_error,
+            "Largest error of logits, a block against single tokens": largest_error(bench.lines),
         },
         not_measured=bench.not_measured | refused,
     )
@@ -217,9 +218,9 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
     for name, reason in measured.not_measured.items():
         yield f"n/a: {name}: {reason}"
     for row in measured.results:
-        if row.greedy_texts is not None or not row.is_lossless:
-            found = row.greedy_texts or "not those of plain decoding"
-            yield f"Greedy texts, {row.name}: {found}{'' if row.is_lossless else ' NOT LOSSLESS'}"
+        if row.texts is not None and row.differing is not None and row.near_ties is not None:
+            words = in_words(row.texts, row.differing, row.near_ties)
+            yield f"Greedy texts, {row.name}: {words}{'' if row.is_lossless else ' NOT LOSSLESS'}"
 
 
 def bench_figure(measured: MeasuredResults) -> Figure:

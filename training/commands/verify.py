@@ -15,7 +15,6 @@ from rich.text import Text
 from transformers.utils import logging
 
 from ..conformance.kit import BROKEN, DECODERS, KEPT, REFUSED, Decoder, Verified, verify
-from ..evaluation.lossless import GreedyTexts
 from ..requests import VerifyRequest
 from ..utils import escaped, one_line
 
@@ -50,7 +49,6 @@ def _show(console: Console, found: dict[str, list[Verified]], broken: dict[str, 
         for each in checks:
             table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
         console.print(table)
-        console.print(f"Greedy texts, {name}: {_texts_of(checks)}\n", markup=False)
     console.print(f"{len(found) - len(broken)} of {len(found)} keep all that they do not refuse.", markup=False)
     for name, checks in broken.items():
         known = "" if name in ours else " (not ours, known)"
@@ -72,15 +70,10 @@ def _names_of(checks: list[Verified], result: str) -> list[str]:
     return [each.check for each in checks if each.result == result]
 
 
-def _texts_of(checks: list[Verified]) -> GreedyTexts:
-    return sum((each.texts for each in checks), GreedyTexts())
-
-
 def _markdown(found: dict[str, list[Verified]]) -> str:
     """Return one table of what each function keeps."""
-    lines = ["| decoding function | kept | refused | BROKEN | greedy texts |", "|---|---|---|---|---|"]
+    lines = ["| decoding function | kept | refused | BROKEN |", "|---|---|---|---|"]
     for name, checks in found.items():
         kept, refused, broken = (_names_of(checks, result) for result in (KEPT, REFUSED, BROKEN))
-        cells = f"{len(kept)} of {len(checks)}", "; ".join(refused), "; ".join(broken), _texts_of(checks)
-        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+        lines.append(f"| {name} | {len(kept)} of {len(checks)} | {'; '.join(refused)} | {'; '.join(broken)} |")
     return "\n".join(lines)

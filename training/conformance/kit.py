@@ -35,7 +35,8 @@ from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...modeling import BlockDrafter, EagleHead, MTPHeads
-from ..evaluation.lossless import Comparison, GreedyTexts
+from ..evaluation.decoding import PLAIN, Method
+from ..evaluation.lossless import Comparison, counts_of, in_words
 from ..utils import one_line
 from .sampled import ALARM, LAST, SUSPECT, VOCABULARY, CoarseTests, Damping, Follows, Law, plain_probabilities
 
@@ -149,14 +150,13 @@ DECODERS: dict[str, Decoder] = {
 
 @dataclass(frozen=True)
 class Verified:
-    """What a check found: its result, `"kept"`, `"BROKEN"` or `"refused"`, what differs, or why it was refused, the
-    p-value of sampled texts, corrected for the number of tests, and how many greedy texts are plain decoding's."""
+    """What a check found: its result, `"kept"`, `"BROKEN"` or `"refused"`, what differs, or why it was refused, and the
+    p-value of sampled texts, corrected for the number of tests."""
 
     check: str
     result: str
     words: str = ""
     p_value: float | None = None
-    texts: GreedyTexts = GreedyTexts()
 
 
 class _FaultError(Exception):
@@ -224,7 +224,7 @@ def _compared(decode: Decoder, model: PreTrainedModel, checks: Mapping[str, list
     return [_checked(check, _differing, decode, model, calls) for check, calls in checks.items()]
 
 
-def _checked(check: str, look: Callable[..., tuple[Any, ...]], *given: Any) -> Verified:
+def _checked(check: str, look: Callable[..., tuple[str, str, float | None]], *given: Any) -> Verified:
     """Return what a look finds: result, words, p-value; or what the error of a stranger's function says."""
     try:
         return Verified(check, *look(*given))
@@ -298,9 +298,9 @@ def _greedy_checks(
 _known_checks = cache(_greedy_checks)
 
 
-def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) -> tuple[str, str, None, GreedyTexts]:
-    """Return how greedy texts differ from plain ones, if they do."""
-    comparison, found = Comparison(model, plain), []
+def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) -> tuple[str, str, None]:
+    """Return how many greedy texts are plain ones, and from where on others differ."""
+    comparison, found = Comparison(Method(PLAIN, model, is_foreign=True)), []
     for ids, options, want in calls:
         got, width = _decoded(decode, model, ids, options), ids.shape[1]
         try:
@@ -308,9 +308,10 @@ def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) 
                 found.append(comparison.difference(prompt[prompt > 0], *texts, len(ids), **options))
         except Exception as error:  # of a model whose cache nobody knows: no refusal of the function
             raise _FaultError(f"differs, by what rounding nobody knows: {one_line(error)}") from error
-    texts, places = GreedyTexts.of(found), [each["index"] + 1 for each in found if each is not None]
-    words = f"differs from new token {min(places)} on" if places else ""
-    return BROKEN if texts.different else KEPT, words, None, texts
+    texts, differing, near_ties = counts_of(found)
+    first = 1 + min((each["index"] for each in found if each is not None), default=0)
+    words = in_words(texts, differing, near_ties) + f"; differs from new token {first} on" * (differing > 0)
+    return BROKEN if differing > near_ties else KEPT, words, None
 
 
 def _sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:

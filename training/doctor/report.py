@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from ...configuration.fields import field
 from ...generation.attach import MTPGenerationMixin
 from ...generation.backbone.wrapped_models import fingerprint, same_backbone
+from ...generation.call.sequences import acceptance_by_position
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields, optional_file, read_tensors, tensor_names, weight_files
 from ...modeling import EagleHead
@@ -28,7 +29,7 @@ from ...modeling.common.learning import DraftModel
 from ...modeling.common.loading import drafter_class, read_drafter
 from ...modeling.eagle.conversion import SHOWN_BY, own_name
 from ...modeling.heads.losses import IGNORE
-from ..evaluation.decoding import GREEDY, Method, Row, acceptance_by_position, decode, drafting_method, named_method
+from ..evaluation.decoding import GREEDY, Method, Row, decode, drafting_method, named_method
 from ..evaluation.drafts import Batch, has_probs, usual_drafts
 from ..evaluation.prompts import Prompt, PromptEncoder, groups_of
 from ..utils import one_line

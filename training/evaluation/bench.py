@@ -22,24 +22,15 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...generation.call.sequences import acceptance_by_position
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields
 from ..loading import unit_of
 from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environment, hardware
 from ..utils import needs_extra, one_line, replace_file
-from .decoding import (
-    CONTROL,
-    MODES,
-    DecodingMode,
-    Method,
-    Row,
-    acceptance_by_position,
-    decode,
-    drafted_flags,
-    repeated_share,
-)
+from .decoding import CONTROL, MODES, DecodingMode, Method, Row, decode, drafted_flags, repeated_share
 from .drafts import Batch, DraftMeasures, ExpectedCalls, ratio_of_sums, text_of
-from .lossless import Comparison, GreedyTexts, largest_error
+from .lossless import Comparison, counts_of
 from .prompts import Prompt, PromptEncoder, groups_of
 
 LINES = "lines.jsonl"
@@ -88,9 +79,7 @@ class Bench:
         self.lines: list[Row] = []  # all that was measured, of whole units
         self.prompts: dict[str, Prompt] = {}  # by name
         self.refused: dict[tuple[str, str, int], str] = {}  # why a method, mode and batch size are not measured
-        self.comparison = Comparison(
-            methods[0].model, lambda model, ids, **own: replace(methods[0], model=model).generate(input_ids=ids, **own)
-        )
+        self.comparison = Comparison(methods[0])
         self.warm: set[tuple[str, int]] = set()  # modes and batch sizes
         drafters = [method.drafter for method in methods if isinstance(method.drafter, BaseDrafter)]
         self.restore_points = [drafter.restore_point() for drafter in drafters]
@@ -99,11 +88,6 @@ class Bench:
     def not_measured(self) -> dict[str, str | int | float]:
         """What failed, and why."""
         return {f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in self.refused.items()}
-
-    @property
-    def largest_error(self) -> float:
-        """The largest error between logits of a block and of single tokens that was measured."""
-        return largest_error(each for row in self.lines for each in row.differences)
 
     def run(self, prompts: Sequence[Prompt], on_unit: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Measure until all is done or the time is over; what earlier runs left in the directory is not repeated.
@@ -231,10 +215,15 @@ def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
     return MeasuredResults(**fields | facts)
 
 
+def largest_error(rows: Sequence[Row]) -> float:
+    """Return the largest error between logits of a block and of single tokens that was measured."""
+    return max((each["error"] for row in rows for each in row.differences if each is not None), default=0.0)
+
+
 def results_of(bench: Bench) -> list[DecodingResult]:
     """Return all results, beside the control's ratios; the error of logits is the largest that was measured."""
     rows, results = [row for row in bench.lines if row.error is None], list[DecodingResult]()
-    plain, error = {row.place: row for row in rows if row.method == bench.methods[0].name}, bench.largest_error
+    plain, error = {row.place: row for row in rows if row.method == bench.methods[0].name}, largest_error(rows)
     for batch_size, mode in product(bench.protocol.batch_sizes, bench.protocol.modes):
         here = [row for row in rows if (row.mode, row.batch_size) == (mode.name, batch_size) and row.place in plain]
         found = []
@@ -272,7 +261,7 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
     sums = [torch.cat([torch.tensor(each, dtype=torch.float64) for each in part]) for part in zip(*along)]
     expected = ExpectedCalls(*sums) if sums else None
     compared = [each for run, _ in pairs for each in run.differences]
-    texts = GreedyTexts.of(compared, error)
+    texts, differing, near_ties = counts_of(compared, error)
     return DecodingResult(
         name=f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
         method=method,
@@ -303,10 +292,10 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
         accepted_by_position=acceptance_by_position(accepted, length) if accepted else [],
         tokens_per_verification=tokens_per_verification,
         standard_error=standard_error,
-        identical=texts.equal == len(compared) if compared else None,
-        texts=len(compared) or None,
-        differing=texts.near_ties + texts.different if compared else None,
-        near_ties=texts.near_ties if compared else None,
+        identical=not differing if compared else None,
+        texts=texts or None,
+        differing=differing if compared else None,
+        near_ties=near_ties if compared else None,
         expected_tokens_per_call=expected and expected.tokens_per_call,
         expected_standard_error=expected and expected.standard_error,
         expected_by_position=expected.by_position if expected else [],

@@ -120,7 +120,7 @@ class Method:
     def generate(self, **kwargs: Any) -> Any:
         """Call `generate` with the method's options."""
         call = type(self.model).generate.__get__(self.model) if self.is_foreign else self.model.generate
-        return call(**self.options | kwargs | {"return_dict_in_generate": True})
+        return call(**self.options | kwargs, return_dict_in_generate=True)
 
     def expectation(self, mode: DecodingMode) -> tuple[str, int] | None:
         """Return the rule and the draft length of expected calls along an output; None where they are unknown."""
@@ -242,11 +242,6 @@ def drafted_flags(accepted: list[int], count: int) -> list[bool]:
     for drafts in accepted:
         flags += [True] * drafts + [False]
     return flags[:count]
-
-
-def acceptance_by_position(accepted: Sequence[int], length: int) -> list[float]:
-    """Return, for draft positions 1 .. length, the share of all verifications that accept so many drafts."""
-    return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, length + 1)]
 
 
 def repeated_share(ids: Sequence[int], gram: int = 16) -> float:

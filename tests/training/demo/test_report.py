@@ -107,7 +107,4 @@ def test_where_plain_against_plain_is_unstable_no_speed_up_is_told():
 @pytest.mark.core
 def test_a_failed_comparison_is_named():
     text = shown(result(identical=False, texts=4, differing=2, near_ties=1), result(name="other"))
-    assert (
-        "Greedy texts, greedy: equal 2, near-ties 1, different 1 NOT LOSSLESS\n" in text and "texts, other" not in text
-    )
-    assert "NOT LOSSLESS" in shown(result(identical=False))  # of a file that counts no texts
+    assert "Greedy texts, greedy: equal 2, near-ties 1, different 1 NOT LOSSLESS\n" in text

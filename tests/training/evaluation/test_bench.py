@@ -10,6 +10,7 @@ import torch
 from tests.every_model import llama, moved_heads
 from tests.training.conftest import small_model
 from tokenahead import EagleHead, EvaByteTokenizer, cli
+from tokenahead.generation.call.sequences import acceptance_by_position
 from tokenahead.model_cards import MeasuredResults
 from tokenahead.training.evaluation import bench as bench_module
 from tokenahead.training.evaluation.bench import (
@@ -26,7 +27,6 @@ from tokenahead.training.evaluation.decoding import (
     GREEDY,
     MODES,
     Row,
-    acceptance_by_position,
     drafting_method,
     methods_of,
     named_method,

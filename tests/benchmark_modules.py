@@ -10,6 +10,7 @@ import defaults  # noqa: E402
 import drafters_table  # noqa: E402
 import families_table  # noqa: E402
 import gpu  # noqa: E402
+import long_answers  # noqa: E402
 import other_loops  # noqa: E402
 import planned  # noqa: E402
 import serving  # noqa: E402
@@ -24,6 +25,7 @@ __all__ = [
     "drafters_table",
     "families_table",
     "gpu",
+    "long_answers",
     "other_loops",
     "planned",
     "serving",

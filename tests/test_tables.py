@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_modules import ROOT, defaults, gpu
+from tests.benchmark_modules import ROOT, defaults, gpu, long_answers
 
 Table = list[list[str]]
 SMOL = {name: ROOT / "model_cards" / "smollm2" / name / "results.json" for name in ("eagle1", "hydra")} | {
@@ -48,6 +48,7 @@ HELD = {
         "rank | tokens per call",
     ],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
+    "docs/measuring.md": ["backbone, drafter"],
     "docs/methods/block.md": ["law | seeds", "law | steps"],
     "docs/methods/ptp.md": ["two tokens", "N | student"],
     "docs/methods/recycling.md": ["drafter | tokens per call"],
@@ -107,6 +108,11 @@ def test_drafters_as_they_come():
     for head, name in (("way, one sequence", "defaults_avx2"), ("way, eight sequences", "defaults_avx2_batch")):
         found = defaults.summary(read(ROOT / "docs" / "results" / f"{name}.json"))
         assert sorted(table("docs/benchmarks.md", head)) == sorted(found)
+
+
+def test_acceptance_along_long_answers():
+    head, rows = long_answers.summary(read(ROOT / "docs" / "results" / "long_answers.json"))
+    assert table("docs/measuring.md", *head) == rows
 
 
 def test_a_policy_that_moves():

@@ -29,6 +29,7 @@ SCRIPTS = {
     "families_table": "--check",
     "gpu": "--smoke --drafts none --seconds 0",
     "grpo": "--model llama --head eagle1 --prompts prompts.jsonl --drafters none suffix --cpu " + GROUPS,
+    "long_answers": "llama --raw --prompts prompts.jsonl --texts 2 --new-tokens 6 --methods eagle=eagle:eagle1 ngram",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
     "serving": "--table",
     "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",

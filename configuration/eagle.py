@@ -35,6 +35,8 @@ class EagleHeadConfig(LlamaConfig):
         norm_before_fc: One norm over all auxiliary states, before `fc`.
         fc_norm: One norm for each auxiliary state, before `fc` (EAGLE-3.1).
         norm_output: The feature that a row returns is normed (EAGLE-3.1).
+        layer_types: "full_attention" or "sliding_attention" for each layer; None: all are full.
+        sliding_window: How far back rows see in sliding layers, themselves included.
         mask_token_id: P-EAGLE: all drafts but the first come from rows of this token and of learned states
             (`mask_hidden`), which run at once; None: a row after the other.
         draft_length: Tokens of a draft where no option sets a number, the length that pays for this backbone; None: 5,
@@ -71,6 +73,8 @@ class EagleHeadConfig(LlamaConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
     mask_token_id: int | None = None
     draft_length: int | None = None
     layout: str = "tokenahead"
@@ -86,11 +90,18 @@ class EagleHeadConfig(LlamaConfig):
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
+        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.loss_options = EagleLossOptions.of(self.loss_options)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"loss_options": self.loss_options.changed()}
+
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """How far back rows see by kind of layer, themselves included; None: as far as there are columns."""
+        sizes = {"full_attention": None, "sliding_attention": self.sliding_window}
+        return {kind: sizes[kind] for kind in self.layer_types or ()}
 
     @property
     def num_aux(self) -> int:
@@ -107,6 +118,9 @@ class EagleHeadConfig(LlamaConfig):
         first, drafted, mask = self.version == 1, self.draft_vocab_size or 0, self.mask_token_id
         names = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
         used = {name for name in names if getattr(self, name)}
+        kinds, window = {*(self.layer_types or ())}, self.sliding_window
+        has_no_size = ("sliding_attention" in kinds) != (window is not None) or (window or 1) < 1
+        is_unknown = kinds - {"full_attention", "sliding_attention"}
         only_aux, last = used.intersection(names[:2]), self.vocab_size - 1
         is_odd = mask is not None and (first or not 0 <= mask <= last)
         refusals = [
@@ -115,6 +129,7 @@ class EagleHeadConfig(LlamaConfig):
             (not self.use_aux_hidden_state and only_aux, f"{', '.join(only_aux)} needs use_aux_hidden_state=True"),
             (is_odd, f"mask_token_id={mask} is for version 3, and lies in 0..{last}"),
             (len(only_aux) > 1, "norm_before_fc and fc_norm exclude each other"),
+            (is_unknown or has_no_size, f"layer_types={self.layer_types} with sliding_window={window}"),
             (self.aux_layers == [], "aux_layers is empty; name at least one hidden state"),
         ]
         refuse(refusals)

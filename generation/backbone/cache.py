@@ -160,11 +160,6 @@ class CacheLayout:
             self._places[key] = known = Place(size, stored, slots, self.width(count, size))
         return known
 
-    def next_rows(self, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return the positions [B, F] of a drafter's next `count` tokens, and their mask [B, 1, F, W] or None."""
-        self.is_maskless = not self.needs_mask(count)
-        return self.positions(count), None if self.is_maskless else self.visible(count)[:, None]
-
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens, [B, F] int64: the real tokens before each."""
         offset = self.block_offset if count == 1 else cached_range(self.block_offset, count, self.ends.device)

@@ -116,6 +116,7 @@ class EagleLayout:
     saved_as: str  # `config.layout` of what is read
     states_theta: bool = False  # a `rope_theta` must be stated; else 10,000 is meant
     scales_rope: bool = True  # its code knows other rotary positions than the default ones
+    has_windows: bool = True  # who serves it reads `layer_types`
     counts_layers: bool = True  # `num_hidden_layers` is the head's, and not the target's
 
 
@@ -127,7 +128,7 @@ SPECULATORS = EagleLayout(
 _OF_TARGETS = COPIED_FROM_TARGET - ROPE_OF_TARGET | names("resid_pdrop embd_pdrop")
 _NEMO = replace(_PLAIN, layout="nemo", known={**_PLAIN.known, "": INFORMATION | _OF_TARGETS})
 _PEAGLE = replace(_PLAIN, layout="specforge (P-EAGLE)")
-_DEEPSPEC = EagleLayout(names("Qwen3Eagle3Model"), _PLAIN.with_copies(False), "tokenahead", states_theta=True)
+_DEEPSPEC = EagleLayout(names("Qwen3Eagle3Model"), _PLAIN.with_copies(False), "tokenahead", True, has_windows=False)
 _OFFICIAL = "LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM MixtralForCausalLM"
 _OF_VLLM = (
     "EagleLlamaForCausalLM LlamaForCausalLMEagle Eagle3LlamaForCausalLM PeagleLlamaForCausalLM "
@@ -136,10 +137,10 @@ _OF_VLLM = (
 LAYOUTS = (
     EagleLayout(names(_OFFICIAL), _PLAIN, "official"),
     EagleLayout(names("LlamaForCausalLMEagle3"), replace(_PLAIN, layout="specforge"), "specforge"),
-    EagleLayout(names("PEagleDraftModel"), _PEAGLE, "vllm", states_theta=True, scales_rope=False),
+    EagleLayout(names("PEagleDraftModel"), _PEAGLE, "vllm", True, scales_rope=False, has_windows=False),
     EagleLayout(names(_OF_VLLM), replace(_PLAIN, layout="vllm"), "official"),
     _DEEPSPEC,
-    EagleLayout(names("LlamaEagle3DraftModel"), _NEMO, "vllm", states_theta=True, counts_layers=False),
+    EagleLayout(names("LlamaEagle3DraftModel"), _NEMO, "vllm", True, counts_layers=False, has_windows=False),
     SPECULATORS,
 )
 
@@ -218,10 +219,7 @@ def foreign_head(
     for key, value in (shown | _implied(said, shapes, version)).items():
         if key != "num_hidden_layers" or (counts_layers and layout.counts_layers):
             settled(name, key, (layers | flags).get(key), value)
-    kinds, window = layers.get("layer_types"), layers.get("sliding_window")
-    others = {*(kinds or ())[: shown["num_hidden_layers"]]} - {"full_attention"}
-    if others or (not kinds and window is not None and layers.get("use_sliding_window")):
-        raise ValueError(f"{name}: layer_types={kinds} with sliding_window={window}: heads attend to all rows here")
+    shown |= _windows(name, layers, shown["num_hidden_layers"], version == 3 and layout.has_windows)
     rope = rope_of(name, layers, None if layout.states_theta else 10_000.0)  # which official configs do not say
     if (kind := rope["rope_type"]) != "default" and not layout.scales_rope:
         raise ValueError(f"{name}: rope_type={kind!r}: the code that trained it ({layout.table.layout}) drops it")
@@ -245,6 +243,20 @@ def foreign_head(
         state["d2t"] = ids - torch.arange(len(ids))
     check_offsets(name, state, config.draft_vocab_size or config.vocab_size, config.vocab_size)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
+
+
+def _windows(name: object, layers: Fields, count: int, is_read: bool) -> Fields:
+    """Return the kinds of the layers and the window, where one has it; a Qwen's is off unless its config says so."""
+    kinds, window, switch = (layers.get(key) for key in ("layer_types", "sliding_window", "use_sliding_window"))
+    used = [*(kinds or ())][:count]
+    if {*used} <= {"full_attention"} and (kinds or window is None or not switch):
+        return {}
+    is_on = layers.get("model_type") not in ("qwen2", "qwen3") if switch is None else switch
+    is_known = "sliding_attention" in used and {*used} <= {"full_attention", "sliding_attention"}
+    if not (is_read and is_known and is_on and window):
+        said = f"layer_types={kinds} with sliding_window={window} and use_sliding_window={switch}"
+        raise ValueError(f"{name}: {said}: no windows that are read from this layout")
+    return {"layer_types": used + ["full_attention"] * (count - len(used)), "sliding_window": window}
 
 
 def _mask_token(name: object, raw: Fields, is_parallel: bool, given: int | None) -> int | None:
@@ -356,6 +368,8 @@ def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> F
     values = {name: values[name] for name in _LLAMA_FIELDS} | {"rope_theta": theta, "tie_word_embeddings": False}
     if kind != "default":  # flat fields, which every reader supports; old ones call `rope_type` `type`
         values["rope_scaling"] = rope | {"type": kind}
+    if (window := config.sliding_window) is not None:
+        values |= {"layer_types": config.layer_types, "sliding_window": window, "use_sliding_window": True}
     loss = {"loss_options": changed} if (changed := config.loss_options.changed()) else {}
     if layout == "speculators":
         layer = values | {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
@@ -419,6 +433,7 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
         ("speculators official", not config.use_aux_hidden_state, "use_aux_hidden_state=False"),
         (f"official vllm {sglang}", config.qk_norm, "qk_norm, which 'speculators' has"),
         *(("official", third[name], name) for name in _OPTIONS_OF_3),
+        ("official specforge", config.sliding_window is not None, f"layer_types={config.layer_types}"),
         ("official", config.num_hidden_layers > 1, f"num_hidden_layers={config.num_hidden_layers}"),
         ("official", narrow, f"head_dim={config.head_dim} of its own"),
         ("official", kind not in ("default", "linear", "dynamic"), f"rope_type={kind!r}"),

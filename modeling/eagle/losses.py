@@ -33,7 +33,7 @@ from ..common.learning import numbered
 from ..common.outputs import EagleOutput
 from ..common.teacher import acceptance, block_slopes, divergence, logit_summaries, sequence_log_probs
 from ..heads.losses import IGNORE
-from .modules import EagleNetwork
+from .modules import EagleNetwork, Masks
 
 BLOCK = 128  # rows of a sequence in one block of the later steps
 DISTRIBUTION_WEIGHT = 0.1  # of the distance of distributions, beside the regression of features (EAGLE-1, section 4.2)
@@ -314,9 +314,11 @@ class Steps:
     def first_step(self, features: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the outputs of step 0 [B, rows, d], and its keys and values [B, H, rows, D], layer by layer."""
         batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
-        mask = None if batch.is_whole else batch.visible(0, rows)
-        mask = by_documents(mask) if mask is not None and len(mask) == 1 else mask
-        outputs = self.step(features, 0, 0, mask, cache)
+        positions = batch.positions[:, :rows]
+        masks = None if batch.is_whole else self._masks(batch.visible(0, rows), positions, positions)
+        if masks and len(batch.input_ids) == 1:
+            masks = {kind: by_documents(mask) for kind, mask in masks.items()}
+        outputs = self.step(features, 0, 0, masks, cache)
         layers = cast(list[CacheLayerMixin], cache.layers)
         return outputs, [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
 
@@ -327,17 +329,30 @@ class Steps:
         for layer in range(len(columns) // 2):
             cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
         mask = self.batch.visible(start, start + size)[..., self.lowest[start] :]
+        places = self.batch.positions[:, self.lowest[start] : start + size]  # [B, columns]
         if self.head.config.mask_token_id is not None:
-            yield from self._masked_steps(features, start, mask, cache)
+            yield from self._masked_steps(features, start, mask, places, cache)
             return
         diagonal = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
         for step in range(1, self.options.steps):
             mask = torch.cat([mask, diagonal], dim=-1)  # [B, 1, R, stop - lowest + step R]
+            positions = self.batch.positions[:, start : start + size] + step
+            places = torch.cat([places, positions], 1)
             features = features.detach() if self.options.objective == "hass" else features
-            features = self.step(features, start, step, mask, cache)
+            features = self.step(features, start, step, self._masks(mask, positions, places), cache)
             yield features
 
-    def _masked_steps(self, features: Tensor, start: int, mask: Tensor, cache: DynamicCache) -> Iterator[Tensor]:
+    def _masks(self, seen: Tensor, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
+        """Return what rows at positions [B, R] see, by kind of layer, of `seen` [B, 1, R, C] at positions [B, C]."""
+        windows = self.head.config.windows
+        masks = dict.fromkeys(windows, seen)
+        if (window := windows.get("sliding_attention")) is not None:
+            masks["sliding_attention"] = seen & (rows[:, :, None] - columns[:, None] < window)[:, None]
+        return masks
+
+    def _masked_steps(
+        self, features: Tensor, start: int, mask: Tensor, places: Tensor, cache: DynamicCache
+    ) -> Iterator[Tensor]:
         """Yield the outputs [B, R, d] of steps 1, 2, ... of rows that know nothing; 0 for those that do not count."""
         kept, ran = self.batch.kept, list[Tensor]()
         for step in range(1, self.options.steps):
@@ -349,15 +364,19 @@ class Steps:
                 own = torch.cat([rows[:, None] == each for each in ran], 1).expand(len(mask), 1, -1, -1)
                 positions = self.batch.positions[:, start + rows] + step
                 seen = torch.cat([mask[:, :, rows], own.to(mask.device)], -1)  # [B, 1, n, columns]
-                found = self.head.rows(*self.head.masked(len(features), len(rows)), positions, seen, cache)
+                places = torch.cat([places, positions], 1)
+                unknown, ids = self.head.masked(len(features), len(rows))
+                embeddings, masks = self.head.embedding()(ids), self._masks(seen, positions, places)
+                found = self.head.run(unknown, embeddings, positions, masks, cache)
                 outputs = outputs.index_copy(1, rows, found)
             yield outputs
 
-    def step(self, features: Tensor, start: int, step: int, mask: Tensor | None, cache: DynamicCache) -> Tensor:
+    def step(self, features: Tensor, start: int, step: int, masks: Masks, cache: DynamicCache) -> Tensor:
         """Run a step of the rows from `start` on, and return their outputs [B, R, d]."""
         batch, stop = self.batch, start + features.shape[1]
         ids = batch.ahead(batch.input_ids, start, stop, 1 + step)
-        return self.head.rows(features, ids, batch.positions[:, start:stop] + step, mask, cache)
+        positions, embeddings = batch.positions[:, start:stop] + step, self.head.embedding()(ids)
+        return self.head.run(features, embeddings, positions, masks, cache)
 
     @torch.no_grad()
     def _slopes(self, roots: list[Tensor]) -> Tensor:

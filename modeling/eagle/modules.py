@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -30,6 +30,9 @@ from ...generation.tensors.masks import blocks_of, model_mask
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.learning import DraftModel, States
 from .conversion import resolved_aux_layers
+
+Masks = Tensor | None | Mapping[str, Tensor | None]
+"""What rows see, or what they see in each kind of layer."""
 
 
 class EagleLayer(LlamaDecoderLayer):
@@ -143,7 +146,8 @@ class EagleNetwork(DraftModel):
 
         Row t is the pair of feature t (of `fuse`, or an output) and the token after it, `next_ids` [B, R]. Without
         `position_ids` the real columns of the mask before a row are counted; `attention_mask` is [B, past + R], or bool
-        [B, 1, R, past + R]; `past_key_values`, the head's own cache, is extended; of 0 `logits_to_keep` all are.
+        [B, 1, R, past + R] for all layers; `past_key_values`, the head's own cache, is extended; of 0 `logits_to_keep`
+        all are.
         """
         features = self.rows(features, next_ids, position_ids, attention_mask, past_key_values)
         return features, self.spread(self.draft_logits(features[:, -logits_to_keep:]))
@@ -169,21 +173,22 @@ class EagleNetwork(DraftModel):
         return self.run(features, self.embedding()(next_ids), position_ids, attention_mask, past_key_values)
 
     def run(
-        self, features: Tensor, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
+        self, features: Tensor, embeddings: Tensor, position_ids: Tensor, mask: Masks, cache: Cache | None
     ) -> Tensor:
-        """Run rows as `rows` does, from `embedding` of their tokens [B, R, d]."""
-        embeddings = embeddings.to(features)
+        """Run rows as `rows` does, from `embedding` of their tokens [B, R, d]; masks may differ by kind of layer."""
+        embeddings, windows = embeddings.to(features), self.config.windows
+        masks = mask if isinstance(mask, Mapping) else dict.fromkeys(windows, mask)
+        masks = {kind: self._mask(embeddings, position_ids, masks[kind], cache, windows[kind]) for kind in windows}
         options = {
-            "attention_mask": self._mask(embeddings, position_ids, mask, cache),
             "position_ids": position_ids,
             CACHE: cache,
             "position_embeddings": self.rotary_emb(features, position_ids),
         }
         is_first = self.config.version == 1
         inputs = [self.fc(torch.cat([embeddings, features], dim=-1))] if is_first else [features, embeddings]
-        hidden = self.layers[0](*inputs, **options)
-        for layer in self.layers[1:]:
-            hidden = layer(hidden, **options)
+        for layer, kind in zip(self.layers, self.config.layer_types or ()):
+            inputs = [layer(*inputs, attention_mask=masks[kind], **options)]
+        hidden = inputs[0]
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def draft_logits(self, features: Tensor) -> Tensor:
@@ -208,15 +213,16 @@ class EagleNetwork(DraftModel):
         return partial(nn.functional.embedding, weight=cast(nn.Embedding, table).weight.detach())
 
     def _mask(
-        self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
+        self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None, window: int | None
     ) -> Tensor | None:
-        if mask is None and embeddings.shape[1] == 1:
+        if mask is None and embeddings.shape[1] == 1 and window is None:
             return None  # it sees all
         if blocks_of(mask) is not None and self.config._attn_implementation == "sdpa":
             return mask
         if mask is not None and mask.dim() == 4:
             return model_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
-        return create_causal_mask(
+        create = create_causal_mask if window is None else create_sliding_window_causal_mask
+        return create(
             config=self.config,
             inputs_embeds=embeddings,
             attention_mask=mask,

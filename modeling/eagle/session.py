@@ -54,7 +54,7 @@ class EagleSession(DraftSession):
         self.embed = head.embedding()
         self.draft_ids: Tensor | None = None if head.draft_size == head.config.vocab_size else head.draft_ids
         self.vocab_size = head.config.vocab_size
-        self.cache, self.pairs = DynamicCache(), list[_Pairs]()
+        self.cache, self.pairs = DynamicCache(config=head.config), list[_Pairs]()
         self.prompt: Tensor | None = None
         self.fixed: tuple[Tensor, Tensor] | None = None
 
@@ -106,7 +106,8 @@ class EagleSession(DraftSession):
             self.pairs.append((features, tokens.at(columns), NewTokens.unread(new)))
         elif length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        for pairs in _joined(self.pairs):
+        most = self.layout.span if any(self.head.config.windows.values()) else self.layout.capacity  # a ring's room
+        for pairs in _joined(self.pairs, most):
             self._append_pairs(*pairs)
         self.pairs.clear()
         if length < 1:
@@ -129,16 +130,19 @@ class EagleSession(DraftSession):
         if new is not None:
             self.layout.keep(new)
 
-    def _run(self, features: Tensor, ids: Tensor, seen: Tensor | None = None, level: int = 0) -> Tensor:
-        """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen`."""
-        layout, size = self.layout, ids.shape[1]
-        if seen is None:
-            positions, mask = layout.next_rows(size)  # [B, P], [B, 1, P, W]
-        else:
-            layout.is_maskless = False
-            mask = layout.visible(size, new=seen)[:, None]  # [B, 1, P, W]
-            positions = (layout.counts[:, None] + level).expand(-1, size)  # [B, P]
-        features = self.head.run(features, self.embed(ids), positions, mask, self.cache)  # [B, P, d]
+    def _run(self, features: Tensor, ids: Tensor, seen: Tensor | None = None, depths: Tensor | None = None) -> Tensor:
+        """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen` of it.
+
+        `depths` [1, N] are those of the tree's nodes so far.
+        """
+        layout, size, windows = self.layout, ids.shape[1], self.head.config.windows
+        layout.is_maskless = seen is None and not layout.needs_mask(size)
+        masks: dict[str, Tensor | None] = dict.fromkeys(windows)
+        for kind, window in () if layout.is_maskless else windows.items():
+            visible = layout.visible(size, window, new=seen, depths=depths if window else None)  # [B, P, W]
+            masks[kind] = visible[:, None]
+        positions = layout.positions(size) if depths is None else layout.counts[:, None] + depths[:, -size:]  # [B, P]
+        features = self.head.run(features, self.embed(ids), positions, masks, self.cache)  # [B, P, d]
         layout.block_offset += size
         return features
 
@@ -160,15 +164,16 @@ class EagleSession(DraftSession):
         return grow_chain(step, self.options, length)
 
 
-def _joined(pairs: list[_Pairs]) -> Iterator[_Pairs]:
-    """Yield pairs as one block each for the cycles in a row that gave all sequences as many, as plain ones do."""
+def _joined(pairs: list[_Pairs], most: int) -> Iterator[_Pairs]:
+    """Yield as blocks of `most` the pairs of cycles in a row that gave all sequences as many, as plain ones do."""
     for is_even, group in groupby(pairs, lambda each: each[2] is not None and each[2].is_even):
         parts = list(group)
         if not is_even or len(parts) == 1:
             yield from parts
             continue
         features, ids = (torch.cat([part[index] for part in parts], dim=1) for index in (0, 1))  # [B, P, d], [B, P]
-        yield features, ids, NewTokens([ids.shape[1]] * len(ids), ids.device)
+        for block in zip(features.split(most, 1), ids.split(most, 1)):
+            yield *block, NewTokens([block[1].shape[1]] * len(ids), ids.device)
 
 
 class _Growth:
@@ -178,7 +183,7 @@ class _Growth:
         self.drafter, self.features = drafter, features
         self.draft_ids: Tensor | None = drafter.draft_ids
         self.vocab_size = drafter.vocab_size
-        self.ancestry, self.level = Ancestry(), 0
+        self.ancestry, self.level, self.depths = Ancestry(), 0, drafter.layout.ends.new_zeros(1, 0)  # [1, N]
 
     def first(self) -> Tensor:
         return self.drafter.head.draft_logits(self.features)[:, 0]  # [B, v]
@@ -186,6 +191,7 @@ class _Growth:
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         drafter, size = self.drafter, tokens.shape[1]
         features = taken(self.features, parents) if self.level else self.features.expand(-1, size, -1)  # [B, k, d]
-        self.features = drafter._run(features, tokens, self.ancestry.extend(parents), self.level)
+        self.depths = torch.cat([self.depths, self.depths.new_full((1, size), self.level)], 1)
+        self.features = drafter._run(features, tokens, self.ancestry.extend(parents), self.depths)
         self.level += 1
         return drafter.head.draft_logits(self.features)  # [B, k, v]

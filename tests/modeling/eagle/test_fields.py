@@ -147,7 +147,7 @@ def test_fields_that_change_nothing(tmp_path):
 
 
 REFUSED = [
-    {"rope_is_neox_style": False}, {"is_neox_style": False}, SLIDING, {"final_logit_softcapping": 3.0},
+    {"rope_is_neox_style": False}, {"is_neox_style": False}, {"final_logit_softcapping": 3.0},
     {"scale_emb": 3.0}, {"logit_scale": 2.0}, {"mlp_bias": True}, {"attention_bias": True},
     {"sample_from_anchor": True}, {"partial_rotary_factor": 0.25}, {"attention_sink_bias": True},
     {"rope_parameters": {"partial_rotary_factor": 0.25}},

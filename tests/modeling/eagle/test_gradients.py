@@ -55,7 +55,7 @@ def test_backward_runs_once():
 def test_rows_before_the_first_target_run_no_later_step(monkeypatch):
     monkeypatch.setattr(eagle_losses, "BLOCK", 4)
     head, rows = head_of({"steps": 3}), []
-    own = head.rows
-    monkeypatch.setattr(head, "rows", lambda features, *rest: (rows.append(features.shape[1]), own(features, *rest))[1])
+    own = head.run
+    monkeypatch.setattr(head, "run", lambda features, *rest: (rows.append(features.shape[1]), own(features, *rest))[1])
     learned(head, IDS.index_fill(1, torch.arange(20), -100))
     assert rows[0] == 24 and sum(rows[1:]) <= 2 * 8  # step 0 whole, later steps near the six targets

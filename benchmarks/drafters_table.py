@@ -20,12 +20,22 @@ def table() -> str:
     """Return a row per drafter, by target."""
     parts = json.loads(DATA.read_text(encoding="utf-8"))
     rows = [
-        (target, f"`{name}`", each["format"], each["class"], each["licences"].get(name, "-"), each["source"])
+        (
+            *(target, f"`{name}`", each["format"], each["class"], each["licences"].get(name, "-")),
+            *(config_of(name, each), f"[list]({each['source']})"),
+        )
         for each in parts
         for name, target in each["drafters"].items()
     ]
-    rows = [(*row[:-1], f"[list]({row[-1]})") for row in sorted(rows, key=lambda row: (row[0], row[2]))]
-    return markdown(("target", "on the Hub", "format", "read by", "licence stated", "from"), rows)
+    rows.sort(key=lambda row: (row[0], row[2]))
+    return markdown(("target", "on the Hub", "format", "read by", "licence stated", "config", "from"), rows)
+
+
+def config_of(name: str, part: dict) -> str:
+    """Return whether a drafter's own config.json was seen, and where; tests then read it."""
+    where = part["configs"].get(name)
+    seen = "in part" if name in part["in_part"] else "seen"
+    return "config not seen" if where is None else f"[{seen}]({where})"
 
 
 def rewritten(page: str) -> str:

@@ -34,6 +34,7 @@ CHANGES_NOTHING = names(
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "initial_context_length "  # of GPT-OSS, whose rope states it again
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
     # of repositories
     "license model_name library_name library_version "

@@ -106,8 +106,7 @@ class EagleSession(DraftSession):
             self.pairs.append((features, tokens.at(columns), NewTokens.unread(new)))
         elif length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        most = self.layout.span if any(self.head.config.windows.values()) else self.layout.capacity  # a ring's room
-        for pairs in _joined(self.pairs, most):
+        for pairs in _joined(self.pairs):
             self._append_pairs(*pairs)
         self.pairs.clear()
         if length < 1:
@@ -164,16 +163,15 @@ class EagleSession(DraftSession):
         return grow_chain(step, self.options, length)
 
 
-def _joined(pairs: list[_Pairs], most: int) -> Iterator[_Pairs]:
-    """Yield as blocks of `most` the pairs of cycles in a row that gave all sequences as many, as plain ones do."""
+def _joined(pairs: list[_Pairs]) -> Iterator[_Pairs]:
+    """Yield pairs as one block each for the cycles in a row that gave all sequences as many, as plain ones do."""
     for is_even, group in groupby(pairs, lambda each: each[2] is not None and each[2].is_even):
         parts = list(group)
         if not is_even or len(parts) == 1:
             yield from parts
             continue
         features, ids = (torch.cat([part[index] for part in parts], dim=1) for index in (0, 1))  # [B, P, d], [B, P]
-        for block in zip(features.split(most, 1), ids.split(most, 1)):
-            yield *block, NewTokens([block[1].shape[1]] * len(ids), ids.device)
+        yield features, ids, NewTokens([ids.shape[1]] * len(ids), ids.device)
 
 
 class _Growth:

@@ -115,11 +115,12 @@ def test_greedy_texts_with_lengths_that_switch(monkeypatch):
             assert len(out.speculation.lengths) > 1
 
 
-def test_an_eagle_head_reads_at_once_what_plain_cycles_left(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"layer_types": ["sliding_attention"], "sliding_window": 3}])
+def test_an_eagle_head_reads_at_once_what_plain_cycles_left(options, monkeypatch):
     """And drafts as if it had read token by token."""
     dictate(monkeypatch, 0.01)  # drafts of a random head do not pay: they are asked for after 16 cycles, and 32 more
     model, ids = backbone(), torch.tensor([prompts(1)[0].tolist()] * 2)
-    head, blocks, found = EagleHead.from_backbone(model, version=1), list[int](), []
+    head, blocks, found = EagleHead.from_backbone(model, version=1, **options), list[int](), []
     run, how = head.run, dict(max_new_tokens=60, do_sample=False, assistant_model=head, **EXPECTED)
 
     def counted(features, *others):
@@ -131,7 +132,7 @@ def test_an_eagle_head_reads_at_once_what_plain_cycles_left(monkeypatch):
     model.generate(ids, **how)
     joined, last = list(blocks), found[-1]
     assert max(joined[1:]) > 16 and len(joined) < 20, joined
-    monkeypatch.setattr("tokenahead.modeling.eagle.session._joined", lambda pairs, most: pairs)
+    monkeypatch.setattr("tokenahead.modeling.eagle.session._joined", iter)
     model.generate(ids, **how)
     assert len(blocks) > 40 and torch.allclose(found[-1][:, -1], last[:, -1], atol=1e-5)
 

@@ -16,6 +16,7 @@ there is room for the window and a block, so that nothing is overwritten that is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -159,6 +160,19 @@ class CacheLayout:
             slots = self.slots(self.block_offset + count - stored, stored, size, device)
             self._places[key] = known = Place(size, stored, slots, self.width(count, size))
         return known
+
+    def next_rows(
+        self, count: int, windows: Mapping[str, int | None], seen: Tensor | None = None, depths: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """Return the positions [B, F] of a drafter's next rows, and masks [B, 1, F, W] or None by kind of its layers.
+
+        Rows see what is before them in their `windows`; of a tree of rows at `depths` [1, N] those that `seen` says.
+        """
+        self.is_maskless = seen is None and not self.needs_mask(count)
+        masks: dict[str, Tensor | None] = dict.fromkeys(windows)
+        for kind, window in () if self.is_maskless else windows.items():
+            masks[kind] = self.visible(count, window, new=seen, depths=depths if window else None)[:, None]
+        return self.positions(count) if depths is None else self.counts[:, None] + depths[:, -count:], masks
 
     def positions(self, count: int) -> Tensor:
         """Return the positions of the next `count` tokens, [B, F] int64: the real tokens before each."""

@@ -344,7 +344,7 @@ class Steps:
 
     def _masks(self, seen: Tensor, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """Return what rows at positions [B, R] see, by kind of layer, of `seen` [B, 1, R, C] at positions [B, C]."""
-        windows = self.head.config.windows
+        windows = self.head.windows
         masks = dict.fromkeys(windows, seen)
         if (window := windows.get("sliding_attention")) is not None:
             masks["sliding_attention"] = seen & (rows[:, :, None] - columns[:, None] < window)[:, None]

@@ -77,7 +77,7 @@ class EagleNetwork(DraftModel):
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
         self.loss_type = "ForCausalLM"
-        self._backbones = []
+        self._backbones, self.windows = [], config.windows
         self.hidden_layers, width = -1, config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
@@ -176,7 +176,7 @@ class EagleNetwork(DraftModel):
         self, features: Tensor, embeddings: Tensor, position_ids: Tensor, mask: Masks, cache: Cache | None
     ) -> Tensor:
         """Run rows as `rows` does, from `embedding` of their tokens [B, R, d]; masks may differ by kind of layer."""
-        embeddings, windows = embeddings.to(features), self.config.windows
+        embeddings, windows = embeddings.to(features), self.windows
         masks = mask if isinstance(mask, Mapping) else dict.fromkeys(windows, mask)
         masks = {kind: self._mask(embeddings, position_ids, masks[kind], cache, windows[kind]) for kind in windows}
         options = {

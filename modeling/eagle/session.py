@@ -134,15 +134,9 @@ class EagleSession(DraftSession):
 
         `depths` [1, N] are those of the tree's nodes so far.
         """
-        layout, size, windows = self.layout, ids.shape[1], self.head.config.windows
-        layout.is_maskless = seen is None and not layout.needs_mask(size)
-        masks: dict[str, Tensor | None] = dict.fromkeys(windows)
-        for kind, window in () if layout.is_maskless else windows.items():
-            visible = layout.visible(size, window, new=seen, depths=depths if window else None)  # [B, P, W]
-            masks[kind] = visible[:, None]
-        positions = layout.positions(size) if depths is None else layout.counts[:, None] + depths[:, -size:]  # [B, P]
+        positions, masks = self.layout.next_rows(ids.shape[1], self.head.windows, seen, depths)  # [B, P]
         features = self.head.run(features, self.embed(ids), positions, masks, self.cache)  # [B, P, d]
-        layout.block_offset += size
+        self.layout.block_offset += ids.shape[1]
         return features
 
     def _chain(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:

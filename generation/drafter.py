@@ -64,6 +64,7 @@ class BaseDrafter:
         not_served: Why no engine runs it; None: one may.
         recorder: Records what its calls verify, so that it can learn; None: nothing does.
         own_options: Names of `CallOptions.extra` that it takes, beyond those that its `prepare_call` reads.
+        tree_budgets: Of trees that need no other option, among which `"auto"` chooses; empty: of two usual shapes.
         totals: Sums over its calls (`Speculation.counts`), where somebody has begun to count.
     """
 
@@ -79,6 +80,7 @@ class BaseDrafter:
     not_served: str | None = "it is no DeepSeekMTP, MTPHeads or EagleHead, which can be exported"
     recorder: Recorder | None = None
     own_options: frozenset[str] = frozenset()
+    tree_budgets: tuple[int, ...] = ()
     totals: Counter[str] | None = None
 
     def longest_draft(self) -> int | None:

@@ -207,8 +207,8 @@ class DraftOptions(CallOptions):
 
     @property
     def has_likely_tree(self) -> bool:
-        """Whether trees hold likely tokens in any case, as those of fixed shape and JetSpec's do, and no draws."""
-        return self.draft_tree is not None and ("choices" in self.draft_tree or bool(self.draft_tree.get("best_first")))
+        """Whether trees hold likely tokens in any case, as those of fixed shape do, and no draws."""
+        return self.draft_tree is not None and "choices" in self.draft_tree
 
     def choose(
         self, logits: Tensor, draft_ids: Tensor | None = None, vocab_size: int = 0, masks: DraftMasks | None = None

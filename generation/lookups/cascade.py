@@ -129,9 +129,8 @@ class DrafterCascade(AttachableDrafter):
             tree, number = None, drafter.default_draft()
             if drafter is self.last and options.draft_tree is not None and not self.joins:
                 tree, number = tree_options(options.draft_tree, drafter.longest_draft())
-            sessions.append(
-                drafter.session(replace(options, num_assistant_tokens=min(options.num_tokens, number), draft_tree=tree))
-            )
+            own = replace(options, num_assistant_tokens=min(options.num_tokens, number), draft_tree=tree)
+            sessions.append(drafter.session(replace(own, schedule="constant") if self.joins else own))  # joins chains
         for drafter, session in zip(self.drafters, sessions):
             is_sure = drafter is self.last or session.expected is not None
             if session.lookahead or session.is_deterministic or not is_sure:

@@ -8,7 +8,6 @@ returns scores of their next tokens, [B, k, V].
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.costs import BlockCosts
 from ..contract import DraftTree, taken
 from ..tensors.masks import cached_arange, made_once
 from ..tensors.sampling import race_order
@@ -75,51 +75,43 @@ def up_to(tree: DraftTree, depths: Tensor) -> DraftTree:
 
 
 def dynamic_tree(
-    log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int, best_first: bool = False
+    log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int, prunes: bool = False
 ) -> DraftTree:
     """Return the most probable paths of a drafter (EAGLE-2, arXiv 2406.16858): deterministic tokens, so that ranking
     them is exact.
 
     Every frontier node offers its `top_k` most likely children; the `top_k` best of a level, by the log-probability of
     their path, are the next frontier, and the best of all are the tree. Of equal nodes the earlier is better, so that
-    no child comes without its parent. JetSpec's trees (`best_first`) hold all children of a node, or none: those of b,
-    then of the best node whose children are not there yet, until the tree is full.
+    no child comes without its parent. With a `top_k` of `total_tokens` these are the most probable prefixes of all;
+    a call that `prunes` expands none that cannot be one of them, for which the host waits.
 
-    `log_probs` [B, V] are those of the first token; `expand` returns those of the next ones, [B, k, V], and is called
-    `depth` times: paths are one longer. The block has `total_tokens`, b included; a tree that cannot grow so big is
-    smaller.
+    `log_probs` [B, V] are those of the first token; `expand` returns those of the next ones, [B, k, V] or, if all nodes
+    have the same, [B, 1, V], and is called `depth` times: paths are one longer. The block has `total_tokens`, b
+    included; a tree that cannot grow so big is smaller.
     """
     check_size(depth, top_k, total_tokens)
-    children = min(top_k, log_probs.shape[-1])
-    width = frontier_size(children, total_tokens, best_first)
+    width, children = top_k, min(top_k, log_probs.shape[-1])
     step, token = log_probs[:, None].float().topk(children)  # [B, 1, c]
     values, tokens, parents = [step[:, 0]], [token[:, 0]], [torch.full_like(token[:, 0], -1)]  # per level [B, n]
     start = 0
-    for level in range(depth if width else 0):
+    for level in range(depth):
+        if prunes:
+            known = torch.cat(values, 1)  # [B, n]
+            least = known.topk(min(total_tokens - 1, known.shape[1])).values[:, -1:]  # [B, 1]
+            width = min(top_k, int((values[-1] >= least).sum(1).max()))
+        if not width:
+            break
         best = _best(values[-1], width)  # [B, k]
         index = best // children if level else torch.full_like(best, -1)  # [B, k], in the frontier before
-        step, token = expand(tokens[-1].gather(1, best), index).float().topk(children)  # [B, k, c]
+        step, token = expand(tokens[-1].gather(1, best), index).float().topk(children)  # [B, k or 1, c]
         # rounding must not make a child better than its parent
-        values.append((values[-1].gather(1, best)[..., None] + step.clamp(max=0)).flatten(1))  # [B, k c]
-        parents.append((best + start)[..., None].expand(token.shape).flatten(1))  # [B, k c], numbers of candidates
+        step = values[-1].gather(1, best)[..., None] + step.clamp(max=0)  # [B, k, c]
+        values.append(step.flatten(1))
+        parents.append((best + start)[..., None].expand(step.shape).flatten(1))  # [B, k c], numbers of candidates
         start += tokens[-1].shape[1]
-        tokens.append(token.flatten(1))
+        tokens.append(token.expand(step.shape).flatten(1))
     worth, parent = torch.cat(values, 1), torch.cat(parents, 1)  # [B, n] each
-    if best_first:
-        worth = -_turns(_best(worth[:, :start], width), parent, children)
     return _prune(worth, torch.cat(tokens, 1), parent, depth + 1, total_tokens - 1)
-
-
-def frontier_size(top_k: int, total_tokens: int, best_first: bool = False) -> int:
-    """Return the most nodes of a level of a dynamic tree that get children."""
-    return -(-(total_tokens - 1) // top_k) - 1 if best_first else top_k
-
-
-def _turns(inner: Tensor, parents: Tensor, children: int) -> Tensor:
-    """Return the turns [B, n] in which candidates join a tree where nodes `inner` [B, k], in turn, get children."""
-    turns = torch.nn.functional.pad(torch.full_like(parents, parents.shape[1]), (1, 0))  # [B, n + 1], b's is 0
-    turns.scatter_(1, inner + 1, (cached_arange(inner.shape[1], inner.device) + 1).expand_as(inner))
-    return turns.gather(1, parents + 1) * children + cached_arange(parents.shape[1], parents.device) % children
 
 
 def _prune(values: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> DraftTree:
@@ -219,13 +211,11 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def check_size(depth: int, top_k: int, total_tokens: int, best_first: bool = False) -> None:
+def check_size(depth: int, top_k: int, total_tokens: int) -> None:
     """Refuse sizes of a dynamic tree that leave nothing to draft, by name."""
     for name, value, least in (("depth", depth, 0), ("top_k", top_k, 1), ("total_tokens", total_tokens, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}={value!r} of draft_tree must be a whole number of at least {least}")
-    if not isinstance(best_first, bool):
-        raise ValueError(f"best_first={best_first!r} of draft_tree must be True or False")
 
 
 def ranked_tree(
@@ -298,18 +288,42 @@ def _sorted_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 def choices_from_accuracies(accuracies: Tensor, num_nodes: int) -> list[tuple[int, ...]]:
     """Return the `num_nodes` rank paths with most accepted drafts, if every head were right independently.
 
-    A path is worth the product of its accuracies, and no path is worth more than its parent or its elder sibling; so
-    that taking the best next child or sibling again and again gives the best tree. `accuracies` [K, R] say how often
-    the target's token is the rank-r proposal of head j; they fall in r.
+    `accuracies` [K, R] say how often the target's token is the rank-r proposal of head j; they fall in r.
     """
-    rates = accuracies.tolist()
-    queue: list[tuple[float, tuple[int, ...]]] = [(-rates[0][0], (0,))]
-    chosen: list[tuple[int, ...]] = []
-    while queue and len(chosen) < num_nodes:
-        path = heapq.heappop(queue)[1]
-        chosen.append(path)
-        for following in ((*path[:-1], path[-1] + 1), (*path, 0)):
-            if len(following) <= len(rates) and following[-1] < len(rates[0]):
-                worth = math.prod(rates[level][rank] for level, rank in enumerate(following))
-                heapq.heappush(queue, (-worth, following))
-    return chosen
+    paths: list[tuple[int, ...]] = []
+    for _, parent, _, rank in best_prefixes(accuracies.double().log().tolist(), num_nodes):
+        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+    return paths
+
+
+def best_prefixes(steps: Sequence[Sequence[float]], count: int) -> list[tuple[float, int, int, int]]:
+    """Return the `count` likeliest prefixes of independent places, the best first (DDTree, arXiv 2604.12989).
+
+    A place has the log-probabilities of its candidates, which fall. A prefix comes as minus its own, the number of its
+    parent (-1: it has none), its place, and the rank of its last token. None is likelier than its parent or its elder
+    sibling: the best of the rest is the first child or the next sibling of one that was taken, and a heap has those.
+    """
+    queue, found = [(-steps[0][0], -1, 0, 0)], list[tuple[float, int, int, int]]()
+    while queue and len(found) < count:
+        cost, parent, place, rank = heapq.heappop(queue)
+        if rank + 1 < len(steps[place]):
+            before = found[parent][0] if parent >= 0 else 0.0
+            heapq.heappush(queue, (before - steps[place][rank + 1], parent, place, rank + 1))
+        if place + 1 < len(steps):
+            heapq.heappush(queue, (cost - steps[place + 1][0], len(found), place + 1, 0))
+        found.append((cost, parent, place, rank))
+    return found
+
+
+def prefix_tree(steps: Tensor, tokens: Tensor, size: int, costs: BlockCosts | None = None) -> DraftTree:
+    """Return the tree of the `size` likeliest prefixes (`best_prefixes`), or of as many of them as pay by `costs`.
+
+    `steps` [B, m, R] are log-probabilities of the likeliest `tokens` [B, m, R] of every place. The host waits for them.
+    """
+    found = torch.tensor([best_prefixes(rows, size) for rows in steps.tolist()], dtype=torch.float64)  # [B, n, 4]
+    if costs is not None:
+        found = found[:, : max(costs.best((-found[..., 0]).exp().mean(0).tolist()), 1)]
+    parents, places, ranks = found[..., 1:].long().to(tokens.device).unbind(-1)  # [B, n] each
+    nodes = tokens.flatten(1).gather(1, places * tokens.shape[-1] + ranks)
+    is_chain = bool((places == cached_arange(places.shape[1], places.device)).all())
+    return DraftTree.chain(nodes) if is_chain else DraftTree(nodes, parents, depth=int(places.max()) + 1)

@@ -67,14 +67,16 @@ def choose_tree(
     with torch.random.fork_rng([device] if prompt.is_cuda else []):
         for generator in generators:  # the call's text must not depend on what was chosen by its numbers
             generator.manual_seed((generator.initial_seed() + 1) % 2**63)
-        chosen = fastest_tree(trial, longest) if is_possible else None
+        chosen = fastest_tree(trial, longest, drafter.tree_budgets) if is_possible else None
     if chosen is not None:
         drafter.tree_choices[do_sample] = chosen
     return drafter.prepare_tree(replace(options, draft_tree=chosen or {}), config)
 
 
-def fastest_tree(trial: Trial, longest: int) -> Tree | None:
+def fastest_tree(trial: Trial, longest: int, budgets: Sequence[int] = ()) -> Tree | None:
     """Return the tree that promises most tokens per second, of paths up to `longest`; None where a trial tells nothing.
+
+    Wider trees are those of `budgets`, up to one that is slower, or where there are none as deep as the best chain.
 
     Chains share what they accept, position by position. First a length between two that were tried takes a time between
     theirs; then the best one and its neighbours are tried, for costs have steps. Wider trees must be faster by more.
@@ -90,12 +92,14 @@ def fastest_tree(trial: Trial, longest: int) -> Tree | None:
         return None
     best, fastest = fine
     chosen = chain_options(best)
-    for top_k, total in _SIZES:
-        tree = {"depth": best - 1, "top_k": top_k, "total_tokens": total}
+    of_size = [{"depth": best - 1, "top_k": top_k, "total_tokens": total} for top_k, total in _SIZES]
+    for tree in [{"total_tokens": budget} for budget in budgets] or of_size:
         if (stats := trial(tree)) is None:
             return None
         if (pace := _careful_pace(stats)) < _GAIN * fastest:
             fastest, chosen = pace, tree
+        elif budgets and pace > fastest:
+            break
     return chosen
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ..backbone.wrapped_models import Kwargs
 from ..call.constraints import DraftMasks
+from ..call.costs import POSITIONS
 from ..call.options import DraftOptions, draft_probs
 from ..contract import DraftTree, taken
-from .building import check_size, drawn_tree, dynamic_tree, frontier_size, ranked_tree, static_tree
+from .building import check_size, drawn_tree, dynamic_tree, prefix_tree, ranked_tree, static_tree
 
 # a tree where `draft_tree` leaves something open (EAGLE-2's evaluation)
 _DEFAULTS: Kwargs = {"depth": 5, "top_k": 10, "total_tokens": 60}
-_KEYS = (*_DEFAULTS, "best_first")
+_PAYING: Kwargs = {"depth": POSITIONS[-1], "top_k": POSITIONS[-1], "total_tokens": POSITIONS[-1]}  # at most
 DEEPEST = 8  # tokens of the longest path that is tried
 
 
@@ -26,6 +27,8 @@ class Growth(Protocol):
     Attributes:
         draft_ids: [v] int64, the token ids of the columns of logits; None: every token, in order.
         vocab_size: V; not read where every token has a column.
+
+    One whose tokens are independent may have `rows` [B, m, v], the logits of all of them (`WindowGrowth`).
     """
 
     draft_ids: Tensor | None
@@ -48,10 +51,10 @@ class Growth(Protocol):
 def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks | None = None) -> DraftTree:
     """Return a tree whose paths have at most `length` tokens: of draws where the call samples, else of likely tokens.
 
-    A tree of fixed shape, or JetSpec's, has likely tokens in any case. `options.draft_tree` is complete
-    (`tree_options`), and `masks` say which tokens the tree may hold (`DraftOptions.masks`).
+    A tree of fixed shape has likely tokens in any case. `options.draft_tree` is complete (`tree_options`), or None for
+    as many nodes as pay (`options.block`), and `masks` say which tokens the tree may hold (`DraftOptions.masks`).
     """
-    tree, logits = dict(options.draft_tree or {}), growth.first()
+    tree, logits = dict(options.draft_tree or _PAYING), growth.first()
     vocabulary = growth.draft_ids, growth.vocab_size, masks
 
     def after(tokens: Tensor, parents: Tensor) -> Tensor:
@@ -85,7 +88,16 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
                 columns=by_column,
                 **tree,
             )
-        likely = dynamic_tree(ranking(logits), ranked_after, **tree)
+        is_on_host = logits.device.type == "cpu" and options.cache != "static"  # which waits for nothing
+        rows: Tensor | None = getattr(growth, "rows", None)
+        if rows is None or masks is not None:
+            likely = dynamic_tree(ranking(logits), ranked_after, **tree, prunes=is_on_host)
+        elif is_on_host:
+            steps, columns = ranking(rows[:, : tree["depth"] + 1]).topk(min(tree["top_k"], rows.shape[-1]))
+            likely = prefix_tree(steps, columns, tree["total_tokens"] - 1, None if options.draft_tree else options.block)
+        else:
+            steps = iter(ranking(rows)[:, :, None].unbind(1))  # m of [B, 1, v]
+            likely = dynamic_tree(next(steps)[:, 0], lambda tokens, parents: next(steps), **tree)
     likely.tokens = _ids(growth, likely.tokens)
     return likely
 
@@ -93,14 +105,14 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
 def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | None, int]:
     """Return the complete options of a tree of drafts, and the length of its longest path, which has a bound.
 
-    `draft_tree` is any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than `depth`, and
-    `best_first` (`dynamic_tree`); or the rank paths of a tree of fixed shape, as a list or as `{"choices": list}`. A
+    `draft_tree` is any of `depth`, `top_k` and `total_tokens` (b included), where paths are one longer than `depth`
+    (`dynamic_tree`); or the rank paths of a tree of fixed shape, as a list or as `{"choices": list}`. A
     tree of one child per node is a chain, which is drawn and verified faster than a tree: it has no options.
     """
     if isinstance(tree, Sequence) and not isinstance(tree, str):
         tree = {"choices": tree}
-    if not isinstance(tree, dict) or not (tree.keys() <= {*_KEYS} or tree.keys() == {"choices"}):
-        raise ValueError(f"draft_tree={tree!r} must be a dict of {', '.join(_KEYS)}, or of choices alone, or be 'auto'")
+    if not isinstance(tree, dict) or not (tree.keys() <= _DEFAULTS.keys() or tree.keys() == {"choices"}):
+        raise ValueError(f"draft_tree={tree!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'")
     options, length = _fixed(tree) if "choices" in tree else _dynamic(tree, longest)
     is_chain = options.get("top_k") == 1
     if longest is not None and length > longest:
@@ -131,8 +143,8 @@ def most_nodes(options: DraftOptions) -> int:
     tree: Kwargs = options.draft_tree or {}
     grown = len(tree.get("choices", ()))
     if tree and not grown:
-        depth, *sizes = (_DEFAULTS | {"best_first": False} | tree).values()
-        grown = (depth + 1) * frontier_size(*sizes) + sizes[1]
+        depth, top_k, total = (_DEFAULTS | tree).values()
+        grown = (depth + 1) * top_k + total
     return 1 + max(options.num_tokens, grown)
 
 

@@ -6,6 +6,7 @@ DFlash: 2602.06036, DSpark: 2607.05147.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.block import BlockDrafterConfig, BlockLossOptions, BlockRecipe
 from ...configuration.fields import field
 from ...generation.backbone.wrapped_models import input_embeddings, unwrap
-from ...generation.call.options import DraftOptions
+from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import check_attention
 from ...generation.tensors.saving import reads_whole
@@ -172,6 +173,18 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
             *drafted_tokens(config),
         ]
         return DrafterFacts("block", config.num_drafts + 1, rows, ("chen2026dflash",))
+
+    @property
+    def tree_budgets(self) -> tuple[int, ...]:
+        return (16, 32, 64, 128, 256, 512) if self.law == "independent" else ()
+
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Complete `draft_tree`: where it is a budget, of the likeliest prefixes, however deep and wide (DDTree)."""
+        tree = options.draft_tree
+        if isinstance(tree, dict) and "total_tokens" in tree:
+            most = {"depth": self.num_drafts - 1, "top_k": tree["total_tokens"]}
+            options = replace(options, draft_tree=most | tree)
+        return super().prepare_tree(options, config)
 
     def start(self, options: DraftOptions) -> BlockSession:
         return BlockSession(self, options)

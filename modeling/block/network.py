@@ -32,6 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.cache_names import CACHE
+from ...generation.backbone.backbones import takes_dense_masks
 from ...generation.backbone.cache import drafter_layout, of_accepted
 from ...generation.backbone.wrapped_models import untyped
 from ...generation.call.options import DraftOptions
@@ -354,6 +355,8 @@ class BlockSession(HeadSession):
         self.options = replace(options, do_sample=False) if is_argmax else options
         if is_argmax:  # constraints have states
             vars(self.options)["processing"] = options.processing
+        pays = drafter.config.law == "independent" and options.block is not None and not self.options.do_sample
+        self.grows = options.draft_tree is not None or (pays and takes_dense_masks(options.backbone))
         self.drafter, self.num_tokens, self.vocabulary = drafter, options.num_tokens, drafter.draft_vocabulary
         self.hidden_layers: HiddenLayers = drafter.feature_layers
         self.column = 0 if self.vocabulary is None else int(self.vocabulary.ids[0])
@@ -362,6 +365,7 @@ class BlockSession(HeadSession):
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the context of the prompt; columns of an earlier call in the backbone's cache are ignored."""
         self.view, drafter = view, self.drafter
+        self.grows = self.grows and (view.takes_trees or self.options.draft_tree is not None)
         context, limit = drafter.fuse(outputs.hidden_states), self.options.max_length  # [B, L, d]
         span = self.num_tokens + 1 + drafter.config.block_size
         self.layout = drafter_layout(view, context.shape[1], limit, span, "block")
@@ -391,7 +395,7 @@ class BlockSession(HeadSession):
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         block, masks = self._block(tokens.last(), length), self.options.masks(tokens)
-        if self.options.draft_tree is not None:
+        if self.grows and (masks is None or self.options.draft_tree is not None):
             growth = WindowGrowth(block.of_tree(), block.last[:, None])
             return self._sure(block, grow(growth, self.options, length, masks))
         return self._sure(block, DraftTree.chain(*self._chain(block.distribution, length, masks)))

@@ -63,7 +63,7 @@ from .official import (
     holds_backbone,
     published_layout,
 )
-from .window_distribution import PartialDistribution, WindowDistribution
+from .window_distribution import FactorisedDistribution, PartialDistribution, WindowDistribution
 
 
 class HeadSession(DraftSession):
@@ -156,12 +156,15 @@ class WindowGrowth:
 
     draft_ids: Tensor | None = None
     vocab_size: int = 0
+    rows: Tensor | None = None  # [B, m, v] logits of independent tokens
 
     def __init__(self, distribution: WindowDistribution, last: Tensor) -> None:
         self.paths, self.next = last[..., None][..., :0], distribution.next_log_probs  # [B, 1, 0]
         if isinstance(distribution, PartialDistribution):
-            part, self.next = distribution.vocabulary, distribution.next_columns
+            part, self.next, distribution = distribution.vocabulary, distribution.next_columns, distribution.inner
             self.draft_ids, self.vocab_size = part.on(last.device), part.vocab_size
+        if isinstance(distribution, FactorisedDistribution):
+            self.rows = distribution.leaf_logits[:, 0, :, 0]
 
     def first(self) -> Tensor:
         return self.next(self.paths)[:, 0]  # [B, v]

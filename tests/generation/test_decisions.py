@@ -156,7 +156,6 @@ SESSIONS = {
     "draft vocabulary": lambda: Drawing(options_of(), draft_ids=torch.tensor([0, 2])),
     "drawn tree": lambda: Drawing(options_of(draft_tree=TREE)),
     "drawn tree of a draft vocabulary": lambda: Drawing(options_of(draft_tree=TREE), draft_ids=torch.tensor([0, 2])),
-    "likely tree": lambda: Drawing(options_of(draft_tree=TREE | {"best_first": True})),
     "fixed tree": lambda: Drawing(options_of(draft_tree={"choices": [(0,), (1,), (0, 1)]})),
     "confidence, chain": lambda: Sure(options_of()),
     "confidence, tree": lambda: Sure(options_of(draft_tree=TREE)),

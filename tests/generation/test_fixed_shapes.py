@@ -36,8 +36,7 @@ WAYS = {
     "fixed tree": SAMPLED | dict(eos_token_id=7, draft_tree=[(0,), (1,), (0, 0)]),
     "drawn tree": SAMPLED | dict(eos_token_id=None, draft_tree={"depth": 1, "top_k": 2, "total_tokens": 5}),
     "grown tree": dict(do_sample=False, eos_token_id=7, draft_tree={"depth": 1, "top_k": 2, "total_tokens": 5}),
-    "jetspec's tree": SAMPLED
-    | dict(eos_token_id=7, draft_tree={"depth": 1, "top_k": 2, "total_tokens": 5, "best_first": True}),
+    "budget": dict(do_sample=False, eos_token_id=7, draft_tree={"depth": 1, "top_k": 6, "total_tokens": 6}),
 }
 KINDS = "ff", "cp", "hmm", "btree", "medusa", "hydra"
 

@@ -129,7 +129,7 @@ def test_chosen_trees_are_lossless_in_ragged_batches():
 def test_trials_draw_other_numbers_than_the_call(monkeypatch):
     model, drawn = backbone(), []
     heads, prompt = MTPHeads.from_backbone(model, window=3), prompts(1)[0][None]
-    monkeypatch.setattr(choice, "fastest_tree", lambda trial, longest: drawn.append(torch.rand(4)))
+    monkeypatch.setattr(choice, "fastest_tree", lambda trial, longest, budgets: drawn.append(torch.rand(4)))
     torch.manual_seed(5)
     own = torch.rand(4)
     torch.manual_seed(5)

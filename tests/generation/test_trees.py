@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, chance_of_pairs, emitted_distribution
+from tokenahead.generation.call.costs import POSITIONS, BlockCosts
 from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.trees import building as growth
 from tokenahead.generation.trees.building import (
@@ -21,6 +22,7 @@ from tokenahead.generation.trees.building import (
     drawn_tree,
     dynamic_tree,
     of_real,
+    prefix_tree,
     ranked_tree,
     static_tree,
 )
@@ -124,33 +126,72 @@ def test_every_row_grows_its_own_tree():
             assert (tree.tokens[row].tolist(), tree.parents[row].tolist()) == want
 
 
-def jetspec(table: Table, state: int, depth: int, top_k: int, size: int) -> set[tuple[int, ...]]:
-    """The paths of the best tree whose nodes have all children or none, by a heap: each node in turn gets its own."""
-    paths, heap, order = [], [(-torch.tensor(0.0), 0, (), state)], itertools.count(1)
-    while heap and len(paths) < size:
-        value, _, path, at = heapq.heappop(heap)
-        for token in table.probs[at].topk(top_k).indices.tolist() if len(path) <= depth else ():
-            paths.append((*path, token))
-            after = table.move(at, token) % len(table.probs)
-            heapq.heappush(heap, (value - table.probs[at][token], next(order), paths[-1], after))
-    return set(paths[:size])
+def likeliest(log_probs: list[torch.Tensor], size: int) -> set[tuple[int, ...]]:
+    """The `size` best of all prefixes of independent places, whose log-probabilities are [V] each."""
+    worth = {
+        path: sum(float(row[token]) for row, token in zip(log_probs, path))
+        for length in range(1, len(log_probs) + 1)
+        for path in itertools.product(range(len(log_probs[0])), repeat=length)
+    }
+    return set(sorted(worth, key=worth.__getitem__, reverse=True)[:size])
 
 
-def test_best_first_trees_hold_all_children_of_the_best_nodes():
-    """Where the state is the depth alone, the law is independent, as JetSpec's."""
-    for depth, top_k, total in [(3, 4, 22), (5, 2, 12), (0, 3, 3), (2, 1, 9), (1, 50, 30), (6, 3, 64)]:
-        probs, states = GROWTH["table"].clone(), [3, 11, 40]
-        for move in (lambda state, token: state * 31 + token + 7, lambda state, token: state + 1 + 0 * token):
-            table = Table(probs, states, move)
+def prefixes(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """The tokens of the paths to all nodes."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist()):
+        found.append((*found[parent], token) if parent >= 0 else (token,))
+    return found
+
+
+def test_a_budget_holds_the_likeliest_prefixes():
+    """By the heap, and by levels with and without nodes that cannot be among them, in batches."""
+    for number in range(60):
+        torch.manual_seed(number)
+        places, vocabulary, size = 1 + number % 4, 2 + number % 5, 1 + number % 23
+        rows = (torch.randn(3, places, vocabulary, dtype=torch.float64) * (1 + number % 3)).log_softmax(-1)
+        steps, tokens = rows.topk(min(size, vocabulary))
+        trees = [prefix_tree(steps, tokens, size)]
+        for prunes in (False, True):
+            levels = iter(rows[:, 1:, None].unbind(1))
+            options = dict(depth=places - 1, top_k=size + 1, total_tokens=size + 1, prunes=prunes)
+            trees.append(dynamic_tree(rows[:, 0], lambda *_: next(levels), **options))  # noqa: B023
+        for tree, row in itertools.product(trees, range(3)):
+            found = prefixes(tree, row)
+            assert set(found) == likeliest(list(rows[row]), size) and len(found) == len(set(found))
+
+
+def test_a_budget_of_a_law_that_reads_the_path_holds_its_likeliest_prefixes():
+    for size, states in [(1, [3]), (9, [3, 11]), (40, [3, 11, 40])]:
+        widths = list[int]()
+        for prunes in (False, True):
+            table = Table(GROWTH["table"], states)
             tree = dynamic_tree(
-                table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total, best_first=True
+                table.first, table.expand, depth=4, top_k=size + 1, total_tokens=size + 1, prunes=prunes
             )
+            widths.append(sum(table.calls))
             for row, state in enumerate(states):
-                found = []
-                for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist()):
-                    found.append((*found[parent], token) if parent >= 0 else (token,))
-                want = jetspec(table, state, depth, min(top_k, probs.shape[1]), total - 1)
-                assert len(found) == len(want) and set(found) == want
+                heap, want = [(0.0, (), state)], []
+                while len(want) <= size:
+                    cost, path, at = heapq.heappop(heap)
+                    want.append(path)
+                    for token in table.probs[at].topk(size).indices.tolist() if len(path) < 5 else ():
+                        after = table.move(at, token) % len(table.probs)
+                        heapq.heappush(heap, (cost - float(table.probs[at][token]), (*path, token), after))
+                assert set(prefixes(tree, row)) == set(want[1:])
+        assert widths[1] < widths[0] or size == 1
+
+
+def test_as_many_prefixes_as_pay():
+    steps = torch.tensor([[[0.5, 0.3, 0.2], [0.9, 0.06, 0.04]]]).log()
+    tokens = torch.tensor([[[7, 8, 9], [4, 5, 6]]])
+    gains = [0.5, 0.45, 0.3, 0.27, 0.2, 0.18]  # 7, 7 4, 8, 8 4, 9, 9 4
+    for line, size in [(0.2, 3), (10.0, 1), (0.0, 6)]:
+        costs = BlockCosts(tuple(1 + line * (width - 1) for width in POSITIONS))
+        tree = prefix_tree(steps, tokens, 6, costs)
+        rates = [(1 + sum(gains[:count])) / costs(1 + count) for count in range(1, 7)]
+        assert rates.index(max(rates)) + 1 == size == tree.tokens.shape[1]
+    assert prefix_tree(steps, tokens, 2).is_chain and not prefix_tree(steps, tokens, 3).is_chain
 
 
 def test_no_child_comes_without_its_parent_where_values_tie():
@@ -311,7 +352,7 @@ def test_growing_never_makes_the_host_wait():
     for mode in (contextlib.nullcontext(), NoSync()):
         with mode:
             dynamic_tree(log_probs, expand, depth=2, top_k=3, total_tokens=9)
-            dynamic_tree(log_probs, expand, depth=2, top_k=3, total_tokens=9, best_first=True)
+            dynamic_tree(log_probs, lambda *_: log_probs[:, None], depth=2, top_k=9, total_tokens=9)
             drawn_tree(log_probs.exp(), probs, depth=2, top_k=3, total_tokens=9)
             ranked_tree([(0,), (1,), (1, 2)], log_probs, expand)
 

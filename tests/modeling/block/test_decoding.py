@@ -51,10 +51,10 @@ def model():
 
 
 @pytest.mark.by_day(
-    "3-independent-greedy", "3-markov-drawn tree", "3-selector-sampled", "3-cp-fixed tree", "3-hmm-jetspec's tree",
+    "3-independent-greedy", "3-markov-drawn tree", "3-selector-sampled", "3-cp-fixed tree", "3-hmm-budget",
     "3-btree-processors", "1-markov-greedy",
 )  # fmt: skip
-@pytest.mark.parametrize("way", ["greedy", "sampled", "processors", "fixed tree", "drawn tree", "jetspec's tree"])
+@pytest.mark.parametrize("way", ["greedy", "sampled", "processors", "fixed tree", "drawn tree", "budget"])
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("rows", [3, 1])
 def test_cycles_of_all_laws_repeat_themselves(model, law, rows, way, fake):

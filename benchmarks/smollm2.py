@@ -9,13 +9,15 @@
     python benchmarks/smollm2.py train masked --minutes 20 --rate 2e-3
     python benchmarks/smollm2.py train ff --name ff-1 --options '{"context": 1}' --answers answers.npz --rows 2000
     python benchmarks/smollm2.py measure --questions spec_bench.jsonl
+    python benchmarks/smollm2.py measure --questions spec_bench.jsonl --greedy --budgets 16 32 64 128 256 512
     tokenahead bench --methods eagle:smollm2/eagle3/final ...
 
 The model answers prompts that it wrote itself, from the beginning of its chat template on, and the questions of a file
 of GSM8K, sampled at temperature 1: then losses estimate acceptance. Answers go on where they were interrupted; those of
 other folders are learned where `train --also FOLDER ...` names them. Heads, EAGLE and modules learn over the 8,192
 tokens that its answers have most often. Minutes are the processor's, of one thread. The kinds of drafters are in
-smollm2_kinds.py.
+smollm2_kinds.py. `--budgets` measures trees of likely tokens of independent block drafters: at T = 1, too, no
+draw of the model changes a tree.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import argparse
 import json
 import random
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +36,13 @@ from studies import read_answers, row_of
 from studies import train as fit
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from tokenahead import BlockDrafter
+from tokenahead.generation.trees.building import best_prefixes
 from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
+from tokenahead.modeling.heads.losses import IGNORE
 from tokenahead.training import regenerate
 from tokenahead.training.evaluation import DraftMeasures
-from tokenahead.training.evaluation.drafts import text_of
+from tokenahead.training.evaluation.drafts import ratio_of_sums, text_of
 from tokenahead.training.evaluation.prompts import groups_of, read_prompts
 from tokenahead.training.features import cache_features
 from tokenahead.training.regeneration import RegeneratedText
@@ -110,13 +116,56 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
 
 
 def plain_texts(arguments: argparse.Namespace, model: PreTrainedModel) -> list[dict[str, torch.Tensor]]:
-    """Rows of `text_of`: what the model answers to first turns at T = 1; written once."""
+    """Rows of `text_of`: what the model answers to first turns at T = 1, or greedily; written once."""
     groups = groups_of(read_prompts(arguments.questions)[0], 1, arguments.per_category)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     prompts = [chat(tokenizer, group[0].turns[0]) for group in groups]
-    written = regenerate(model, prompts, arguments.folder / "texts", max_new_tokens=96, **SAMPLED)
+    name, how = ("texts-greedy", {"do_sample": False}) if arguments.greedy else ("texts", SAMPLED)
+    written = regenerate(model, prompts, arguments.folder / name, max_new_tokens=96, **how)
     parts = [torch.tensor([row["ids"]]).tensor_split([row["prompt"]], 1) for row in written.rows]
     return [text_of(prompt, new) for prompt, new in parts if new.shape[1] > 1]
+
+
+def tree_calls(drafter: BlockDrafter, text: dict[str, torch.Tensor], budgets: list[int]) -> tuple[int, list[int]]:
+    """Tokens of a text after its first, and the calls that write them with trees of each budget (`total_tokens`)."""
+    ids, begun = text["input_ids"][0], int((text["labels"][0] == IGNORE).sum())
+    context = drafter.fuse(drafter.backbone(ids[None], output_hidden_states=True).hidden_states)
+    tokens, places = ids.tolist(), torch.zeros(1, drafter.num_drafts, dtype=torch.long)
+
+    @cache
+    def hits(place: int) -> list[int]:
+        """The nodes of the largest tree that the text follows behind a place, from the first level on."""
+        law = drafter.block(context[:, :place], ids[place : place + 1]).distribution
+        steps, likely = law.conditional_log_probs(places)[0].topk(max(budgets) - 1)
+        found = [-1]
+        for number, (_, parent, level, rank) in enumerate(best_prefixes(steps.tolist(), max(budgets) - 1)):
+            ahead = place + 1 + level
+            if parent == found[-1] and ahead < len(tokens) and tokens[ahead] == likely[level, rank]:
+                found.append(number)
+        return found[1:]
+
+    calls = []
+    for budget in budgets:
+        place, count = begun, 0
+        while place < len(tokens) - 1:
+            place, count = place + 1 + sum(number < budget - 1 for number in hits(place)), count + 1
+        calls.append(count)
+    return len(tokens) - 1 - begun, calls
+
+
+def measure_trees(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
+    """Tokens per call of independent block drafters by the budget of their trees, along the model's answers."""
+    texts, results = plain_texts(arguments, model), dict[str, Any]()
+    for folder in sorted(each.parent for each in arguments.folder.glob("*/*/config.json")):
+        drafter = drafter_of(folder, model)
+        if isinstance(drafter, BlockDrafter) and drafter.law == "independent":
+            with torch.no_grad():
+                tokens, calls = zip(*(tree_calls(drafter.eval(), text, arguments.budgets) for text in texts))
+            ratios = [ratio_of_sums(torch.tensor(tokens), torch.tensor(each)) for each in zip(*calls)]
+            figures = {str(budget): ratio for budget, ratio in zip(arguments.budgets, ratios)}
+            results[str(folder.relative_to(arguments.folder))] = figures
+    print(json.dumps(results, indent=1))
+    (arguments.folder / f"budgets-{'greedy' if arguments.greedy else 'sampled'}.json").write_text(json.dumps(results))
 
 
 def measure(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
@@ -173,12 +222,14 @@ def main() -> None:
             step.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
             step.add_argument("--per-category", type=int, default=2, help="questions of each category")
             step.add_argument("--length", type=int, default=3, help="of the drafts")
+            step.add_argument("--greedy", action="store_true", help="along greedy answers")
+            step.add_argument("--budgets", type=int, nargs="+", default=[], help="of trees, in place of chains")
         else:
             add_training(step)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval().to(arguments.device)
-    arguments.run(arguments, model)
+    (measure_trees if getattr(arguments, "budgets", None) else arguments.run)(arguments, model)
 
 
 if __name__ == "__main__":

@@ -90,11 +90,12 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
             )
         is_on_host = logits.device.type == "cpu" and options.cache != "static"  # which waits for nothing
         rows: Tensor | None = getattr(growth, "rows", None)
+        costs = None if options.draft_tree else options.block
         if rows is None or masks is not None:
             likely = dynamic_tree(ranking(logits), ranked_after, **tree, prunes=is_on_host)
         elif is_on_host:
             steps, columns = ranking(rows[:, : tree["depth"] + 1]).topk(min(tree["top_k"], rows.shape[-1]))
-            likely = prefix_tree(steps, columns, tree["total_tokens"] - 1, None if options.draft_tree else options.block)
+            likely = prefix_tree(steps, columns, tree["total_tokens"] - 1, costs)
         else:
             steps = iter(ranking(rows)[:, :, None].unbind(1))  # m of [B, 1, v]
             likely = dynamic_tree(next(steps)[:, 0], lambda tokens, parents: next(steps), **tree)
@@ -112,7 +113,8 @@ def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | Non
     if isinstance(tree, Sequence) and not isinstance(tree, str):
         tree = {"choices": tree}
     if not isinstance(tree, dict) or not (tree.keys() <= _DEFAULTS.keys() or tree.keys() == {"choices"}):
-        raise ValueError(f"draft_tree={tree!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'")
+        known = ", ".join(_DEFAULTS)
+        raise ValueError(f"draft_tree={tree!r} must be a dict of {known}, or of choices alone, or be 'auto'")
     options, length = _fixed(tree) if "choices" in tree else _dynamic(tree, longest)
     is_chain = options.get("top_k") == 1
     if longest is not None and length > longest:

@@ -14,7 +14,8 @@ from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.training.regeneration import regenerate
 
 FOLDER = ROOT / "benchmarks"
-BLOCKS = '--dtype float32 --draft-tokens 100 --options {"law":"markov","block_size":4}'
+BLOCKS = '--dtype float32 --draft-tokens 100 --options {"law":"independent","block_size":4}'
+MEASURE = "measure --model llama --folder . --questions prompts.jsonl --dtype float32"
 GROUPS = "--steps 2 --group 2 --tokens 4"
 SCRIPTS = {
     "analyze": "--help",
@@ -34,7 +35,8 @@ SCRIPTS = {
     "serving": "--table",
     "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",
     "smollm2, blocks": "train block --model llama --folder . --answers answers.npz --rows 3 --steps 1 " + BLOCKS,
-    "smollm2, measured": "measure --model llama --folder . --questions prompts.jsonl --per-category 1 --dtype float32",
+    "smollm2, measured": MEASURE + " --per-category 1",
+    "smollm2, trees": MEASURE + " --greedy --budgets 3 9",
     "training": "--shape tiny --length 8 --steps 1 --rounds 1",
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 from tests.branches import Branches, continued
 from tokenahead.extending import AttachableDrafter, AutomatonProcessor, DraftSession, DraftTree
+from tokenahead.generation.call.costs import POSITIONS, BlockCosts
 from tokenahead.generation.call.options import DraftOptions, block_chain, grow_chain
 from tokenahead.generation.call.sequences import Sequences
 from tokenahead.generation.candidates import CandidateAdapter
@@ -83,6 +84,15 @@ class Drawing(DraftSession):
         return torch.stack([self.columns(self.text + path) for path in self.paths])[None]
 
 
+class Independent(Drawing):
+    """Grows trees from rows that no draft changes."""
+
+    def propose(self, tokens, length):
+        self.text = tuple(tokens.ids[0, : tokens.lengths[0]].tolist())
+        self.rows = torch.stack([self.columns(self.text + (0,) * n) for n in range(LENGTH)])[None]
+        return grow(self, self.options, length) if length else DraftTree.chain(tokens.ids[:, :0])
+
+
 class Looking(DraftSession):
     """A look-up's drafts: a function of the text."""
 
@@ -142,6 +152,14 @@ class Faulty(Drawing):
 
 
 TREE = {"depth": 1, "top_k": 2, "total_tokens": 4}
+BUDGET = {"depth": 1, "top_k": 5, "total_tokens": 5}
+
+
+def paying():
+    """Options of a call in which a tree has as many nodes as pay, of which each costs a third of a plain cycle."""
+    options = options_of(draft_tree=None, do_sample=False)
+    vars(options)["block"] = BlockCosts(tuple(1 + (width - 1) / 3 for width in POSITIONS))
+    return options
 
 
 def cascade(joins):
@@ -156,6 +174,9 @@ SESSIONS = {
     "draft vocabulary": lambda: Drawing(options_of(), draft_ids=torch.tensor([0, 2])),
     "drawn tree": lambda: Drawing(options_of(draft_tree=TREE)),
     "drawn tree of a draft vocabulary": lambda: Drawing(options_of(draft_tree=TREE), draft_ids=torch.tensor([0, 2])),
+    "likely tree": lambda: Drawing(options_of(draft_tree=BUDGET, do_sample=False)),
+    "likely tree of independent places": lambda: Independent(options_of(draft_tree=BUDGET, do_sample=False)),
+    "as many nodes as pay": lambda: Independent(paying()),
     "fixed tree": lambda: Drawing(options_of(draft_tree={"choices": [(0,), (1,), (0, 1)]})),
     "confidence, chain": lambda: Sure(options_of()),
     "confidence, tree": lambda: Sure(options_of(draft_tree=TREE)),

@@ -12,6 +12,7 @@ from tests.modeling.block.test_golden import pair
 from tests.models import left_padded
 from tokenahead import BlockDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
+from tokenahead.generation.call import costs
 from tokenahead.modeling.block.network import BlockSession, seen_rows
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
@@ -159,6 +160,60 @@ def test_trees_lose_unlikely_drafts_and_what_is_below_them(sampled, cache, monke
             for token, parent in zip(found.tokens[row, :count].tolist(), found.parents[row, :count].tolist()):
                 kept.append((*kept[parent], token) if parent >= 0 else (token,))
             assert kept == [path for path in paths if path]
+
+
+@pytest.mark.by_day("independent-None", "independent-static", "selector-None")
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("law", ["independent", "markov", "selector"])
+@torch.no_grad()
+def test_a_budget_drafts_the_likeliest_prefixes(law, cache):
+    """Behind every cycle's text, of a ragged batch; greedy text is plain decoding's."""
+    words, size = 6, 20
+    model = backbone(vocabulary=words).double()
+    drafter, batch = drafter_of(model, law), [ids % words for ids in prompts(3)]
+    how = left_padded(batch) | dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        **how, assistant_model=drafter, draft_tree={"total_tokens": size}, cache_implementation=cache,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.sequences.equal(model.generate(**how))
+    free_buffers(model)
+    windows = torch.cartesian_prod(*[torch.arange(words)] * drafter.num_drafts)  # [N, m]
+    for row, prompt in enumerate(batch):
+        text, place = torch.cat([prompt, out.sequences[row, -12:]]), len(prompt)
+        context = drafter.fuse(model(text[None], output_hidden_states=True).hidden_states)
+        for draft, accepted in zip(out.speculation.rows_drafts[row], out.speculation.rows_accepted[row]):
+            if place + drafter.num_drafts + 1 < len(text):  # later paths are cut
+                found = drafter.block(context[:, :place], text[place][None]).of_tree().prefix_log_prob(windows[None])[0]
+                worth = {
+                    tuple(window[:length]): chances[length - 1]
+                    for window, chances in zip(windows.tolist(), found.tolist())
+                    for length in range(1, drafter.num_drafts + 1)
+                }
+                best = sorted(worth, key=worth.__getitem__, reverse=True)[: size - 1]
+                assert sorted(draft) == sorted(path[-1] for path in best)
+            place += accepted + 1
+
+
+def test_as_many_nodes_as_pay_are_the_default_of_independent_rows(model, monkeypatch):
+    line = {1: tuple(1 + 0.02 * (width - 1) for width in costs.POSITIONS)}
+    monkeypatch.setattr(costs, "COSTS", {"float64": {(1, 1000): line}})
+    drafter, inputs = drafter_of(model, "independent"), left_padded(prompts(3))
+    how = dict(max_new_tokens=16, pad_token_id=0, return_dict_in_generate=True, assistant_model=drafter)
+    how |= dict(num_assistant_tokens_schedule="expected", do_sample=False)
+    out = model.generate(**inputs, **how)
+    assert out.sequences.equal(model.generate(**inputs, max_new_tokens=16, pad_token_id=0, do_sample=False))
+    sizes = {len(draft) for row in out.speculation.rows_drafts for draft in row}
+    assert max(sizes) > drafter.num_drafts and len(sizes) > 2
+    drafter.draft_sampling = "argmax"  # and in sampled calls
+    many = {name: value.repeat_interleave(300, 0) for name, value in inputs.items()}
+    torch.manual_seed(0)
+    sampled = model.generate(**many, **how | dict(do_sample=True, top_k=4, max_new_tokens=4))
+    assert max(len(draft) for draft in sampled.speculation.rows_drafts[0]) > drafter.num_drafts
+    for row, prompt in enumerate(prompts(3)):
+        expected = continuation_distribution(model, prompt[None], 2, top_k=4)
+        texts = sampled.sequences[300 * row : 300 * (row + 1), -4:-2]
+        assert continuation_p_value(texts, expected) > 0.001
 
 
 def test_copies_draft_alike_and_keep_their_options(tmp_path):

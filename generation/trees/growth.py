@@ -92,7 +92,8 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
         rows: Tensor | None = getattr(growth, "rows", None)
         costs = None if options.draft_tree else options.block
         if rows is None or masks is not None:
-            likely = dynamic_tree(ranking(logits), ranked_after, **tree, prunes=is_on_host)
+            prunes = is_on_host and tree["top_k"] >= tree["total_tokens"]
+            likely = dynamic_tree(ranking(logits), ranked_after, **tree, prunes=prunes)
         elif is_on_host:
             steps, columns = ranking(rows[:, : tree["depth"] + 1]).topk(min(tree["top_k"], rows.shape[-1]))
             likely = prefix_tree(steps, columns, tree["total_tokens"] - 1, costs)

@@ -162,7 +162,7 @@ def test_trees_lose_unlikely_drafts_and_what_is_below_them(sampled, cache, monke
             assert kept == [path for path in paths if path]
 
 
-@pytest.mark.by_day("independent-None", "independent-static", "selector-None")
+@pytest.mark.by_day("independent-None")
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("law", ["independent", "markov", "selector"])
 @torch.no_grad()

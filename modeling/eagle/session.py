@@ -164,7 +164,8 @@ def _joined(pairs: list[_Pairs]) -> Iterator[_Pairs]:
         if not is_even or len(parts) == 1:
             yield from parts
             continue
-        features, ids = (torch.cat([part[index] for part in parts], dim=1) for index in (0, 1))  # [B, P, d], [B, P]
+        features = torch.cat([each for each, _, _ in parts], dim=1)  # [B, P, d]
+        ids = torch.cat([each for _, each, _ in parts], dim=1)  # [B, P]
         yield features, ids, NewTokens([ids.shape[1]] * len(ids), ids.device)
 
 

@@ -51,9 +51,9 @@ class DraftingLM(_models.HFLM):
             plain = super()._model_generate(context, *args, **self.comparison.plain.options | kwargs)
             mask = kwargs.get("attention_mask", torch.ones_like(context)).bool()  # [B, L]
             for ids, is_real, *texts in zip(context, mask, plain, written):
-                new = (until_end(text[len(ids) :].tolist(), eos_ids(self.model)) for text in texts)
+                old, new = (until_end(text[len(ids) :].tolist(), eos_ids(self.model)) for text in texts)
                 try:
-                    self.differences.append(self.comparison.difference(ids[is_real], *new, len(context)))
+                    self.differences.append(self.comparison.difference(ids[is_real], old, new, len(context)))
                 except torch.OutOfMemoryError:
                     self.compare = 0
                     print("No memory for the model in float32: greedy texts are not compared any further.")

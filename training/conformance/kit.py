@@ -304,8 +304,8 @@ def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) 
     for ids, options, want in calls:
         got, width = _decoded(decode, model, ids, options), ids.shape[1]
         try:
-            for prompt, *texts in zip(ids, want[:, width:].tolist(), got[:, width:].tolist()):
-                found.append(comparison.difference(prompt[prompt > 0], *texts, len(ids), **options))
+            for prompt, plain, text in zip(ids, want[:, width:].tolist(), got[:, width:].tolist()):
+                found.append(comparison.difference(prompt[prompt > 0], plain, text, len(ids), **options))
         except Exception as error:  # of a model whose cache nobody knows: no refusal of the function
             raise _FaultError(f"differs, by what rounding nobody knows: {one_line(error)}") from error
     texts, differing, near_ties = counts_of(found)

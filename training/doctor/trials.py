@@ -384,7 +384,7 @@ def _of_law(law: nn.Module) -> Iterator[Trial]:
             for order in _orders([0, 1, 2]):
                 changes = [ordered(joint, name, order) for name in ("weight", "bias")]
                 yield Trial("law", f"gate, state and output of joint_proj in the order {order}", changes)
-    tables = [getattr(*each) for each in pair]
+    tables = [getattr(owner, name) for owner, name in pair]
     if pair and tables[0].shape == tables[1].shape:
         changes = [become(*each, table) for each, table in zip(pair, reversed(tables))]
         yield Trial("law", "its two tables of tokens exchanged", changes)

@@ -12,9 +12,10 @@ from transformers import Qwen3Config
 from .fields import check_values, refuse
 from .loss_options import DIVERGENCES, LOSSES, LossOptions
 
-TERMS = (*LOSSES, "labels", "argmax", "l1", "confidence", "selector")
-"""Of every place: a divergence, what block verification accepts, -log q of the text's token, -log q of the backbone's
-likeliest one, the sum of |p - q|; and of heads: the confidence's, and the selector's choice among its candidates."""
+TERMS = (*LOSSES, "labels", "base", "argmax", "l1", "confidence", "selector")
+"""Of every place: a divergence, what block verification accepts, -log q of the text's token, the same of base logits
+alone, -log q of the backbone's likeliest one, the sum of |p - q|; and of heads: the confidence's, and the selector's
+choice among its candidates."""
 READS_TEACHER = (*DIVERGENCES, "argmax", "l1", "confidence")
 """Terms that read the backbone's distribution."""
 
@@ -33,7 +34,7 @@ class BlockRecipe:
     within: bool = True  # blocks end with their document
 
 
-_LABELS = {"dflash": {"labels": 1.0}, "dflash2": {"labels": 1.0}}
+_LABELS = {"dflash": {"labels": 1.0}, "dflash2": {"labels": 1.0}, "domino": {"labels": 1.0}}
 RECIPES = {
     "tokenahead": BlockRecipe(),
     "z-lab": BlockRecipe(terms=_LABELS, names={"ce": "labels"}, dpace="batch"),
@@ -62,7 +63,7 @@ class BlockLossOptions(LossOptions):
         gamma: See `decay`.
         weights: `"decay"`, or `"dpace"`: by the probability that the places before are accepted (D-PACE).
         layout: Whose recipe: `"tokenahead"`, `"z-lab"` (SpecForge), `"deepspec"` or `"speculators"`.
-        method: `"dflash"`, `"dspark"` or `"dflash2"`; None: by the drafter's law.
+        method: `"dflash"`, `"dspark"`, `"dflash2"` or `"domino"`; None: by the drafter's law.
         terms: Weights of terms in the words of the layout, the name of one, or JSON; None: the recipe's. Those of the
             heads that a drafter has are 1 where they are left out.
         anchors: Blocks of every sequence; fewer where it has fewer places to begin.
@@ -80,7 +81,7 @@ class BlockLossOptions(LossOptions):
     _choices = LossOptions._choices | {
         "weights": ("decay", "dpace"),
         "layout": tuple(RECIPES),
-        "method": (None, "dflash", "dspark", "dflash2"),
+        "method": (None, "dflash", "dspark", "dflash2", "domino"),
         "position_weighting": ("uniform",),
     }
     _ranges = LossOptions._ranges | {"gamma": "(0, inf)", "anchors": "[1, inf)"}
@@ -104,7 +105,7 @@ class BlockLossOptions(LossOptions):
             found = {self.divergence: 1 - share, "labels": share}
             return {name: weight for name, weight in found.items() if weight}
         if terms is None:
-            return dict(recipe.terms[self.method or method])
+            return dict(recipe.terms.get(self.method or method, recipe.terms["dspark"]))
         found = {recipe.names.get(name, name): weight for name, weight in terms.items() if name != "gamma"}
         if unknown := [name for name in found if name not in TERMS]:
             known = ", ".join([*recipe.names, *TERMS])
@@ -122,6 +123,7 @@ _CIRCUIT = ("rank", "leaf_rank", "markov_rank", "markov_kind", "reads_last")
 LAW_OPTIONS: dict[str, tuple[str, ...]] = {
     "independent": (),
     "markov": ("rank", "kind"),
+    "domino": ("rank", "state_size", "free_places"),
     "selector": ("rank", "top_k"),
     "cp": _CIRCUIT,
     "hmm": _CIRCUIT,

@@ -23,6 +23,8 @@ from ..heads.context import ContextDistribution
 from ..heads.window_distribution import FactorisedDistribution, Given, TokenReader, WindowDistribution, exact
 
 Inner = FactorisedDistribution | LatentDistribution
+Embeddings = Callable[[Tensor], Tensor]
+"""From token ids [...] to the drafter's embeddings, [..., d]."""
 
 
 class RowTables(ABC):
@@ -86,8 +88,10 @@ class BlockLaw(nn.Module, ABC):
     def inner(self, rows: Tensor, logits: Tensor) -> Inner:
         """Return the distribution without what tokens add, from rows [..., m, d] and exact logits [..., m, v]."""
 
-    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables | None:
-        """Return what tokens add; None: nothing. For `anchor` see `distribution`."""
+    def tables(
+        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
+    ) -> RowTables | None:
+        """Return what tokens add; None: nothing. For `anchor` and `embeddings` see `distribution`."""
         return None
 
     def distribution(
@@ -97,14 +101,16 @@ class BlockLaw(nn.Module, ABC):
         last: Tensor,
         anchor: Tensor | None = None,
         vocabulary: DraftVocabulary | None = None,
+        embeddings: Embeddings | None = None,
     ) -> WindowDistribution:
         """Return the distribution of a block's tokens over their columns, behind b, whose id is `last` [...].
 
         The rows [..., m, d] draft with base logits [..., m, v]; `anchor` [..., d] is b's own row where that drafts
         nothing. Tokens of the distribution are codes of the `vocabulary` of its columns; None: all tokens have one.
+        A law without embeddings of its own may read tokens by those of the drafter, `embeddings`.
         """
         logits = exact(logits)
-        tables, inner = self.tables(rows, logits, anchor), self.inner(rows, logits)
+        tables, inner = self.tables(rows, logits, anchor, embeddings), self.inner(rows, logits)
         if tables is None:
             return inner
         known = last if vocabulary is None else vocabulary.codes(last)
@@ -148,7 +154,9 @@ class MarkovLaw(IndependentLaw):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.markov_w1(tokens)
 
-    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables:
+    def tables(
+        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
+    ) -> RowTables:
         return MarkovTables(self, rows, anchor)
 
     def read(self, embedded: Tensor, rows: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -294,7 +302,9 @@ class CircuitLaw(BlockLaw):
         name = "node_logits" if spans else "trans_logits"
         return {name: self.sums(states).unflatten(-1, (self.rank, self.rank))}
 
-    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables | None:
+    def tables(
+        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
+    ) -> RowTables | None:
         head = self.markov_head
         return None if head is None else MarkovTables(head, rows, anchor, self.transitions)
 
@@ -336,7 +346,9 @@ class SelectorLaw(BlockLaw):
         kept = torch.full_like(logits, -torch.inf).scatter(-1, candidates, logits.gather(-1, candidates))
         return FactorisedDistribution(kept[..., None, :])  # [..., m, 1, v]
 
-    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None) -> RowTables:
+    def tables(
+        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
+    ) -> RowTables:
         return SelectorTables(self, rows, self._candidates(logits), logits.shape[-1])
 
     def _candidates(self, logits: Tensor) -> Tensor:
@@ -373,9 +385,86 @@ class SelectorTables(RowTables):
         return scores.new_zeros(*scores.shape[:-1], self.size).scatter(-1, columns, scores), None
 
 
+class PrefixGRU(nn.Module):
+    """A gated recurrent unit without biases, under the names of tensors that `torch.nn.GRU` has.
+
+    It is made of linear maps, whose gradients chunks of blocks add up in place, and its states broadcast.
+    """
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, width))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size))
+
+    def forward(self, inputs: Tensor, state: Tensor | None = None) -> Tensor:
+        """Return the states after inputs [..., j, d], [..., j, H], behind a state [..., H] (None: 0)."""
+        size, found = self.weight_hh_l0.shape[1], list[Tensor]()
+        state = inputs.new_zeros(size) if state is None else state
+        for new in nn.functional.linear(inputs, self.weight_ih_l0).unbind(-2):
+            old = nn.functional.linear(state, self.weight_hh_l0)  # [..., 3 H]
+            reset, keep = (new + old)[..., : 2 * size].sigmoid().chunk(2, -1)
+            fresh = (new[..., 2 * size :] + reset * old[..., 2 * size :]).tanh()
+            state = (1 - keep) * fresh + keep * state
+            found.append(state)
+        return torch.stack(found, -2)
+
+
+class DominoLaw(IndependentLaw):
+    """Places whose logits read all tokens before them: base logits and W2 silu(W1 [h, g]) (Domino, 2605.29707).
+
+    h is the row that drafts a place, g [`state_size`] the state of a GRU over the drafter's embeddings of b and of the
+    tokens before the place. `rank` is that of W1; the first `free_places` have their base logits alone.
+    """
+
+    module_name = "domino_head"
+
+    def __init__(
+        self, config: BlockDrafterConfig, rank: int = 256, state_size: int = 1024, free_places: int = 0
+    ) -> None:
+        super().__init__(config)
+        self.free_places, size = free_places, config.hidden_size
+        self.prefix_gru = PrefixGRU(size, state_size)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(size + state_size, rank, bias=False), nn.SiLU(), nn.Linear(rank, self.num_columns, bias=False)
+        )
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Draw the GRU as torch does and W1 by `std`; W2 is 0: the law starts without any bias."""
+        bound = self.prefix_gru.weight_hh_l0.shape[1] ** -0.5
+        for weight in self.prefix_gru.parameters():
+            init.uniform_(weight, -bound, bound)
+        init.normal_(self.embed_proj[0].weight, std=std)
+        init.zeros_(self.embed_proj[2].weight)
+
+    def tables(
+        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
+    ) -> RowTables:
+        assert embeddings is not None
+        return DominoTables(self, rows, embeddings)
+
+
+class DominoTables(RowTables):
+    """The biases of Domino's head for the rows of a block; the state is that of its GRU."""
+
+    def __init__(self, law: DominoLaw, rows: Tensor, embeddings: Embeddings) -> None:
+        self.law, self.embeddings, self.size = law, embeddings, law.num_columns
+        self.rows = rows.to(law.prefix_gru.weight_ih_l0.dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embeddings(ids).to(self.rows)
+
+    def bias(self, embedded: Tensor, place: int, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        states, count = self.law.prefix_gru(embedded, state), embedded.shape[-2]  # [..., j, H]
+        free = min(max(self.law.free_places - place, 0), count)
+        inputs = joined(self.rows[..., place : place + count, :], states)[..., free:, :]
+        return nn.functional.pad(self.law.embed_proj(inputs), (0, 0, free, 0)), states[..., -1, :]
+
+
 LAWS: dict[str, type[BlockLaw]] = {
     "independent": IndependentLaw,
     "markov": MarkovLaw,
+    "domino": DominoLaw,
     "selector": SelectorLaw,
     **dict.fromkeys(("cp", "hmm", "btree"), CircuitLaw),
 }

@@ -1,6 +1,6 @@
 """Layouts of block drafters as data: z-lab's, DeepSpec's, that of assistants of transformers, and speculators'.
 
-z-lab's DFlash and DFlash 2, and the DSparks that others save like them, have a Qwen3 config with a `dflash_config`, as
+z-lab's DFlash and DFlash 2, and the DSparks and Dominos that others save like them, have a Qwen3 config with a `dflash_config`, as
 those of SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI. DeepSpec's DFlash and DSpark
 (one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config, whose further
 fields describe the backbone: heads turn whole by a plain rope. Assistants (`muse_glimmer_assistant`) are read only. In
@@ -75,8 +75,9 @@ _OF_KIND = {
         "markov_rank dspark_markov_rank markov_head_type enable_confidence_head use_confidence_head "
         "confidence_head_with_markov"
     ),
+    "domino": names("emb_dim gru_hidden_dim pure_draft_prefix_len"),
 }
-"""Fields of the convolutions and the law of DFlash 2, and of the law and the confidence head of DSpark."""
+"""Fields of the convolutions and the law of DFlash 2, of the law and the confidence head of DSpark, of Domino's law."""
 _COMMON = names(
     "block_size mask_token_id pard_token ptd_token_id target_layer_ids eagle_aux_hidden_state_layer_ids num_aux_layers "
     "num_target_layers sample_from_anchor dspark_bonus_anchor shift_label projector_type attention_mode "
@@ -99,7 +100,7 @@ def body_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
             raise ValueError(f"{owner}: config.json has {key}={size!r}, which is no size")
     values["rope_parameters"] = rope_of(owner, raw)
     rows = {each: shapes.get(f"layers.0.self_attn.{each}_proj.weight", (0,))[0] for each in "qk"}
-    tables = ("embed_tokens.weight", "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook")
+    tables = ("embed_tokens.weight", "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook", _DOMINO)
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
     head_dim = rows["q"] // values["num_attention_heads"]
     shown = {
@@ -144,6 +145,12 @@ def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes, width: int
         rank = found("selector_rank", shapes.get("candidate_selector.hidden_projection.weight", (None,))[0])
         options = {"rank": rank or 256, "top_k": found("selector_top_k", None) or 16}
         return {key: each for key, each in sizes.items() if each} | {"law": "selector", "law_options": options}
+    if kind == "domino":
+        if _DOMINO not in shapes:
+            raise ValueError(f"{owner}: architectures={architectures(raw)} is a Domino, and its tensors have no GRU")
+        state = found("gru_hidden_dim", shapes.get("domino_head.prefix_gru.weight_hh_l0", (None,))[-1])
+        options = {"rank": found("emb_dim", shapes[_DOMINO][1]), "state_size": state}
+        return {"law": kind, "law_options": options | {"free_places": found("pure_draft_prefix_len", None) or 0}}
     if kind != "dspark":
         return {}
     head, proj = "markov_head.{}.weight", shapes.get("confidence_head.proj.weight")
@@ -167,6 +174,10 @@ def written_law(config: BlockDrafterConfig) -> Fields:
             raise ValueError("law='selector' with conv_kernel_size=None is no DFlash 2, which has convolutions")
         sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
         return sizes | {"selector_rank": options.get("rank", 256), "selector_top_k": options.get("top_k", 16)}
+    if law == "domino":
+        sizes = {"emb_dim": options.get("rank", 256), "gru_hidden_dim": options.get("state_size", 1024)}
+        sizes |= {"pure_draft_prefix_len": options.get("free_places", 0)}
+        return sizes | {"projector_type": law, "shift_label": config.sample_from_anchor}
     if law == "independent" and not config.has_confidence:
         return {}
     kind = {"markov_head_type": options.get("kind", "vanilla")} if law == "markov" else {}
@@ -209,16 +220,19 @@ KINDS = {
     "Qwen3DFlashDraftModel": "dflash",
     "Qwen3DFlash2DraftModel": "dflash2",
     "Qwen3DSparkModel": "dspark",
+    "DominoDraftModel": "domino",
 }
 """The kinds of drafters that architectures name; the first three are those of speculators."""
 _NAMES = {kind: name for name, kind in [*KINDS.items()][:3]}
+_DOMINO = "domino_head.embed_proj.2.weight"  # [V, emb_dim]
 
 
 def kind_of(owner: object, raw: Fields) -> str:
     """Return the kind of drafter that a config.json names; refuse others."""
     projector, named = said(owner, raw, "projector_type"), architectures(raw)
     kinds = {KINDS.get(name, "") for name in named}
-    kinds = {"dspark"} if projector == "dspark" and kinds == {"dflash"} else kinds  # Model-Optimizer's
+    if projector in ("dspark", "domino") and kinds == {"dflash"}:  # Model-Optimizer's and NeMo's
+        kinds = {projector}
     if len(kinds) != 1 or "" in kinds or projector not in (None, *kinds):
         known = ", ".join(KINDS)
         raise ValueError(f"{owner}: architectures={named} with projector_type={projector!r} is none of {known}")
@@ -247,7 +261,7 @@ def read_common(owner: object, raw: Fields, shapes: Shapes, kind: str) -> Fields
     values: Fields = {
         "block_size": said(owner, raw, "block_size"),
         "mask_token_id": said(owner, raw, "mask_token_id", "pard_token", "ptd_token_id"),
-        "sample_from_anchor": _anchor_first(owner, raw, kind == "dspark"),
+        "sample_from_anchor": _anchor_first(owner, raw, kind),
         "feature_layers": None if layers is None else [index + 1 for index in layers],
         "num_target_layers": said(owner, raw, "num_target_layers"),
         "is_interleaved": is_interleaved(owner, raw),
@@ -260,11 +274,13 @@ def is_interleaved(owner: object, raw: Fields) -> bool:
     return said(owner, raw, "rope_is_neox_style", "is_neox_style") in (False,)
 
 
-def _anchor_first(owner: object, raw: Fields, is_dspark: bool) -> bool | None:
+def _anchor_first(owner: object, raw: Fields, kind: str) -> bool | None:
     """Return which rows draft; None: a `shift_label` says that it is not as usual, of which trainers disagree."""
-    fields = ["sample_from_anchor", "dspark_bonus_anchor"]
+    fields, is_dspark = ["sample_from_anchor", "dspark_bonus_anchor"], kind == "dspark"
     meanings = {"dspark_bonus_anchor": lambda bonus: not bonus if bonus or is_dspark else None}
     shift, known = said(owner, raw, "shift_label"), said(owner, raw, *fields, **meanings)
+    if kind == "domino":  # whose trainers agree
+        return bool(said(owner, raw, *fields, "shift_label", **meanings))
     if known is None:
         return is_dspark if shift in (None, is_dspark) else None
     return said(owner, raw, *fields, "shift_label", **meanings) if shift or is_dspark else known
@@ -307,7 +323,8 @@ def _write_zlab(config: BlockDrafterConfig) -> Fields:
     if config.law == "markov" and not config.sample_from_anchor:  # a DFlash has no choice
         nested["sample_from_anchor"] = False
     kind = {"selector": "dflash2", "markov": "dspark"}.get(config.law, "dflash")
-    values = written_body(config) | {"architectures": [_NAMES[kind]], "block_size": config.block_size}
+    name = "DominoDraftModel" if config.law == "domino" else _NAMES[kind]
+    values = written_body(config) | {"architectures": [name], "block_size": config.block_size}
     if config.num_target_layers is not None:
         values["num_target_layers"] = config.num_target_layers
     if config.causal or ("sliding_attention" in (config.layer_types or ()) and not config.sliding_causal):
@@ -331,8 +348,9 @@ _TABLE_OF_DEEPSPEC = FieldTable(
 _RENAMES = (
     *((f"{part}.", f"markov_head.{part}.") for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")),
     ("confidence_proj.", "confidence_head.proj."),
+    *((f"{part}.", f"domino_head.{part}.") for part in ("prefix_gru", "embed_proj")),
 )
-"""Model-Optimizer's names of a DSpark's heads."""
+"""Model-Optimizer's names of a DSpark's heads, and everybody's of Domino's."""
 
 
 def _is_zlab(raw: Fields) -> bool:
@@ -553,4 +571,4 @@ def written(
     if "d2t" in state:
         ids = state["d2t"].cpu() + torch.arange(config.draft_vocab_size or 0)  # [Vd]
         state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    return fields, state
+    return fields, {key.removeprefix("domino_head."): tensor for key, tensor in state.items()}

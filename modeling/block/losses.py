@@ -152,7 +152,7 @@ _DPACE = 0.5  # share of certainty in the acceptance that D-PACE assumes
 
 def method_of(law: str) -> str:
     """Return the method whose recipe a law has where none is named."""
-    return {"independent": "dflash", "selector": "dflash2"}.get(law, "dspark")
+    return {"independent": "dflash", "selector": "dflash2", "domino": "domino"}.get(law, "dspark")
 
 
 def place_weights(options: BlockLossOptions, recipe: BlockRecipe, counts: Tensor, batch: Tensor | int) -> Tensor:
@@ -276,6 +276,7 @@ class BlockTerms:
         terms: dict[str, Callable[[], Tensor]] = {
             "labels": lambda: torch.where(drafted, -of_labels, 0.0),
             "block": lambda: -accepted_along(of_labels, self.label_log_p[columns - 1].to(log_q.dtype), drafted),
+            "base": lambda: torch.where(drafted, -at_tokens(logits.log_softmax(-1), codes), 0.0),
             "argmax": lambda: -at_tokens(log_q, log_p.argmax(-1)),
             "l1": lambda: (log_p.exp() - log_q.exp()).abs().sum(-1),
             "selector": choice,

@@ -113,8 +113,8 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
 
         Args:
             backbone: A causal language model of transformers; a PeftModel is unwrapped.
-            law: Joint distribution of a block's tokens: `"independent"`, `"markov"`, `"selector"`, `"cp"`, `"hmm"` or
-                `"btree"`.
+            law: Joint distribution of a block's tokens: `"independent"`, `"markov"`, `"domino"`, `"selector"`, `"cp"`,
+                `"hmm"` or `"btree"`.
             layers: Layers of the drafter.
             block_size: S, rows of a block.
             draft_ids: [Vd] distinct token ids that are drafted, usually the most frequent tokens of outputs; None: all.

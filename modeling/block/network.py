@@ -181,8 +181,9 @@ class Block:
     @cached_property
     def law(self) -> WindowDistribution:
         """The distribution of the m tokens after b, over their columns."""
-        last, part = self.last.to(self.rows.device), self.network.draft_vocabulary
-        return self.network.joint_law.distribution(self.rows, self.columns, last, self.anchor, part)
+        last, network = self.last.to(self.rows.device), self.network
+        known = self.anchor, network.draft_vocabulary, network.embed
+        return network.joint_law.distribution(self.rows, self.columns, last, *known)
 
     @cached_property
     def distribution(self) -> WindowDistribution:
@@ -289,12 +290,12 @@ class BlockNetwork(DraftModel):
         config = self.config
         ids = last[..., None].expand(*last.shape, config.block_size)  # [.., S]
         is_first = cached_arange(config.block_size, last.device) == 0  # [S]
-        embedded = self._embed(torch.where(is_first, ids, config.mask_token_id)).to(self.fc.weight)  # [.., S, d]
+        embedded = self.embed(torch.where(is_first, ids, config.mask_token_id)).to(self.fc.weight)  # [.., S, d]
         if config.mask_embedding:
             embedded = torch.where(is_first.to(embedded.device)[:, None], embedded, self.mask_embedding)
         return embedded if config.input_embedding_scale == 1 else embedded * config.input_embedding_scale
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings of ids, with the scale of a family that has one, and without a norm."""
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
         if isinstance(table, nn.Embedding) and "embed_norm" in dict(table.named_children()):

@@ -19,6 +19,7 @@ from tokenahead.testing import continuation_distribution, continuation_p_value
 LAWS = {
     "independent": {},
     "markov": {"rank": 6},
+    "domino": {"rank": 6, "state_size": 5},
     "selector": {"rank": 6, "top_k": 5},
     "cp": {"rank": 2, "leaf_rank": 4, "markov_rank": 4},
     "hmm": {"rank": 2, "leaf_rank": 4, "markov_rank": 4, "reads_last": True},
@@ -53,7 +54,7 @@ def model():
 
 @pytest.mark.by_day(
     "3-independent-greedy", "3-markov-drawn tree", "3-selector-sampled", "3-cp-fixed tree", "3-hmm-budget",
-    "3-btree-processors", "1-markov-greedy",
+    "3-btree-processors", "1-markov-greedy", "1-domino-sampled", "3-domino-greedy",
 )  # fmt: skip
 @pytest.mark.parametrize("way", ["greedy", "sampled", "processors", "fixed tree", "drawn tree", "budget"])
 @pytest.mark.parametrize("law", LAWS)

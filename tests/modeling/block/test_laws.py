@@ -21,6 +21,8 @@ KINDS = {
     "vanilla": dict(law="markov", rank=3),
     "gated": dict(law="markov", rank=3, kind="gated"),
     "rnn": dict(law="markov", rank=3, kind="rnn"),
+    "domino": dict(rank=3, state_size=2),
+    "domino-free": dict(law="domino", rank=3, state_size=2, free_places=1),
     "selector": dict(rank=3, top_k=3),
     "cp": dict(rank=2, leaf_rank=3, markov_rank=3),
     "hmm": dict(rank=2, leaf_rank=3, markov_rank=3, reads_last=True),
@@ -30,6 +32,7 @@ KINDS = {
     "btree-rnn": dict(law="btree", rank=2, leaf_rank=3, markov_rank=3, markov_kind="rnn"),
 }
 PART = DraftVocabulary([0, 2, 3, 5, 6], V)
+EMBEDDINGS = torch.nn.Embedding(V, D, _weight=torch.randn(V, D, generator=torch.Generator().manual_seed(5)).double())
 WHOLE = DraftVocabulary(range(5), 5)
 
 
@@ -57,11 +60,17 @@ def inputs_of(vocabulary=PART, count=1, m=M):
 
 def of(law, rows, logits, last, anchor, vocabulary=PART):
     """The distribution over all tokens, as a drafter has it."""
-    return PartialDistribution(law.distribution(rows, logits, last, anchor, vocabulary), vocabulary)
+    return PartialDistribution(law.distribution(rows, logits, last, anchor, vocabulary, EMBEDDINGS), vocabulary)
 
 
 def bias_of(law, rows, before, anchor, logits):
-    """Biases [m, v] of one text, place by place, from ids [m] of the tokens before: the formulas of DSpark."""
+    """Biases [m, v] of one text, place by place, from ids [m] of the tokens before: the formulas of the papers."""
+    if hasattr(law, "prefix_gru"):
+        gru = torch.nn.GRU(D, law.prefix_gru.weight_hh_l0.shape[1], bias=False, batch_first=True).double()
+        gru.load_state_dict(law.prefix_gru.state_dict())
+        first, _, second = law.embed_proj
+        read = torch.cat([rows, gru(EMBEDDINGS.weight[before])[0]], -1) @ first.weight.T  # [m, R]
+        return (read * read.sigmoid() @ second.weight.T) * (torch.arange(len(rows)) >= law.free_places)[:, None]
     head = law if hasattr(law, "markov_w1") else getattr(law, "markov_head", None)
     if head is None:
         return torch.zeros_like(logits)
@@ -196,7 +205,7 @@ def check_text(world, tree, chance):
         assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
 
 
-@pytest.mark.by_day("gated", "selector", "hmm", "btree-rnn")
+@pytest.mark.by_day("gated", "domino-free", "selector", "hmm", "btree-rnn")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_text_of_drawn_trees_has_the_targets_distribution(kind):
@@ -204,7 +213,7 @@ def test_text_of_drawn_trees_has_the_targets_distribution(kind):
     words = DraftVocabulary(range(WORDS), WORDS)
     law, world = law_of(kind, words), World("plain", 3)
     rows, logits, last, anchor = inputs_of(words, 2)
-    block = law.distribution(rows[:, None], logits[:, None], last[:, None], anchor[:, None])
+    block = law.distribution(rows[:, None], logits[:, None], last[:, None], anchor[:, None], embeddings=EMBEDDINGS)
     for length in range(M):  # the drafters' distributions after every text
         prefixes = torch.tensor([*itertools.product(range(WORDS), repeat=length)]).long().view(1, WORDS**length, length)
         first = sum(WORDS**k for k in range(length))
@@ -217,7 +226,7 @@ def blocks_of(law, m=M):
     rows, logits, last, _ = inputs_of(WHOLE, m=m)
     blocks = torch.tensor(list(itertools.product(range(5), repeat=m)))
     many = [part.expand(len(blocks), *part.shape[1:]) for part in (rows, logits, last)]
-    return law.distribution(*many).prefix_log_prob(blocks)
+    return law.distribution(*many, embeddings=EMBEDDINGS).prefix_log_prob(blocks)
 
 
 @torch.no_grad()

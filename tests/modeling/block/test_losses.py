@@ -17,6 +17,7 @@ LAWS = {
     "independent": {},
     "markov": dict(law_options=dict(rank=4)),
     "rnn": dict(law="markov", law_options=dict(rank=4, kind="rnn"), sample_from_anchor=False),
+    "domino": dict(law_options=dict(rank=4, state_size=6, free_places=1)),
     "selector": dict(law_options=dict(rank=4, top_k=6), sample_from_anchor=False),
     "cp": dict(law_options=dict(rank=2, leaf_rank=4, markov_rank=4)),
     "hmm": dict(law_options=dict(rank=2, leaf_rank=4, markov_rank=4, reads_last=True), sample_from_anchor=False),
@@ -56,7 +57,7 @@ def laws_of(drafter, ids, anchors):
     return torch.stack(found), states[-1][0]
 
 
-@pytest.mark.by_day("rnn", "selector", "hmm", "btree", "part", "windows")
+@pytest.mark.by_day("rnn", "domino", "selector", "hmm", "btree", "part", "windows")
 @pytest.mark.parametrize("kind", LAWS)
 def test_terms_are_those_of_single_blocks_and_do_not_depend_on_chunks(kind, monkeypatch):
     drafter = drafter_of(kind).train()

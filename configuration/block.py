@@ -154,6 +154,8 @@ class BlockDrafterConfig(Qwen3Config):
         own_embeddings: The drafter has its own embeddings, always frozen; otherwise it reads the backbone's.
         own_unembedding: The same of its unembedding; a draft vocabulary needs one.
         mask_embedding: The mask token has an embedding of the checkpoint in place of its row of the table.
+        body: Whose layers it has: `"qwen3"`, or `"gemma4"`: four norms, values normed, attention unscaled.
+        keys_are_values: Values of layers of Gemma 4 are made by the map to keys (`attention_k_eq_v`).
         causal: Rows of layers without a window see the rows of the block up to their own; otherwise all of them.
         sliding_causal: The same of layers with a window.
         input_embedding_scale: Embeddings of all rows are multiplied by it.
@@ -194,6 +196,8 @@ class BlockDrafterConfig(Qwen3Config):
     own_embeddings: bool = False
     own_unembedding: bool = False
     mask_embedding: bool = False
+    body: str = "qwen3"
+    keys_are_values: bool = False
     causal: bool = False
     sliding_causal: bool = False
     input_embedding_scale: float | int = 1.0
@@ -247,6 +251,7 @@ class BlockDrafterConfig(Qwen3Config):
     def validate_architecture(self) -> None:
         sizes: dict[str, str] = dict.fromkeys(("num_hidden_layers", "conv_kernel_size", "conv_group_size"), "[1, inf)")
         choices = {"layout": LAYOUTS, "draft_sampling": ("drawn", "argmax"), "law": LAW_OPTIONS}
+        choices |= {"body": ("qwen3", "gemma4")}
         check_values(self, choices, sizes | {"mask_token_id": "[0, inf)", "confidence_threshold": "[0, 1]"})
         drafted, kinds, law = self.draft_vocab_size or 0, self.layer_types or [], self.law
         unknown = sorted({*kinds} - {"full_attention", "sliding_attention"})
@@ -254,6 +259,7 @@ class BlockDrafterConfig(Qwen3Config):
         vocab = self.vocab_size
         is_partial = self.has_draft_vocabulary and not self.own_unembedding
         has_no_window = "sliding_attention" in kinds and not self.sliding_window
+        is_alien = self.body == "qwen3" and self.keys_are_values or self.body == "gemma4" and self.conv_kernel_size
         is_ungrouped = self.conv_kernel_size is not None and self.hidden_size % self.conv_group_size != 0
         refusals = [
             (others, f"law={law!r} takes the law_options {', '.join(LAW_OPTIONS[law]) or 'none'}, not {others}"),
@@ -263,6 +269,7 @@ class BlockDrafterConfig(Qwen3Config):
             (unknown, f"layer_types has {', '.join(unknown)}; layers are full_attention or sliding_attention"),
             (has_no_window, f"sliding_window={self.sliding_window} must be positive for sliding_attention"),
             (is_partial, f"draft_vocab_size={drafted} of {vocab} needs own_unembedding=True"),
+            (is_alien, f"body={self.body!r} has no {'keys_are_values' if self.keys_are_values else 'conv_kernel_size'}"),
             (is_ungrouped, f"conv_group_size={self.conv_group_size} must divide hidden_size={self.hidden_size}"),
         ]
         refuse(refusals)

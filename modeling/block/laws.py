@@ -395,6 +395,8 @@ class PrefixGRU(nn.Module):
         super().__init__()
         self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, width))
         self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size))
+        for weight in self.parameters():
+            init.uniform_(weight, -(size**-0.5), size**-0.5)  # as torch draws them
 
     def forward(self, inputs: Tensor, state: Tensor | None = None) -> Tensor:
         """Return the states after inputs [..., j, d], [..., j, H], behind a state [..., H] (None: 0)."""
@@ -427,15 +429,6 @@ class DominoLaw(IndependentLaw):
         self.embed_proj = nn.Sequential(
             nn.Linear(size + state_size, rank, bias=False), nn.SiLU(), nn.Linear(rank, self.num_columns, bias=False)
         )
-
-    @torch.no_grad()
-    def reset_head(self, std: float) -> None:
-        """Draw the GRU as torch does and W1 by `std`; W2 is 0: the law starts without any bias."""
-        bound = self.prefix_gru.weight_hh_l0.shape[1] ** -0.5
-        for weight in self.prefix_gru.parameters():
-            init.uniform_(weight, -bound, bound)
-        init.normal_(self.embed_proj[0].weight, std=std)
-        init.zeros_(self.embed_proj[2].weight)
 
     def tables(
         self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None

@@ -3,7 +3,8 @@
 z-lab's DFlash and DFlash 2, and the DSparks and Dominos that others save like them, have a Qwen3 config with a `dflash_config`, as
 those of SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI. DeepSpec's DFlash and DSpark
 (one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config, whose further
-fields describe the backbone: heads turn whole by a plain rope. Assistants (`muse_glimmer_assistant`) are read only. In
+fields describe the backbone: heads turn whole by a plain rope. Its body for Gemma 4 has the layers that see everything
+of that family, with their fields. Assistants (`muse_glimmer_assistant`) are read only. In
 speculators' dflash, dflash2 and dspark (0.9) the config of the layers is nested, and ids are those of hidden states.
 """
 
@@ -21,6 +22,7 @@ from transformers.utils import logging
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.foreign_fields import (
     LAYERS,
+    ROPE,
     ROPE_LEVELS,
     FieldTable,
     agreed,
@@ -85,7 +87,7 @@ _COMMON = names(
 )
 _CAUSAL = ("is_causal", "causal", "dflash_query_causal", "causal_head")
 _SCALES = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
-"""Fields that only z-lab's layout has, at their usual values."""
+"""Fields of z-lab's layout, at their usual values."""
 _ZLAB = _COMMON.union(_CAUSAL, _SCALES, ("use_swa", "swa_window_size"))
 
 
@@ -147,7 +149,8 @@ def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes, width: int
         return {key: each for key, each in sizes.items() if each} | {"law": "selector", "law_options": options}
     if kind == "domino":
         if _DOMINO not in shapes:
-            raise ValueError(f"{owner}: architectures={architectures(raw)} is a Domino, and its tensors have no GRU")
+            named = f"architectures={architectures(raw)} with projector_type={said(owner, raw, 'projector_type')!r}"
+            raise ValueError(f"{owner}: {named} is a Domino, and the checkpoint has no embed_proj.2.weight")
         state = found("gru_hidden_dim", shapes.get("domino_head.prefix_gru.weight_hh_l0", (None,))[-1])
         options = {"rank": found("emb_dim", shapes[_DOMINO][1]), "state_size": state}
         return {"law": kind, "law_options": options | {"free_places": found("pure_draft_prefix_len", None) or 0}}
@@ -190,7 +193,7 @@ def written_law(config: BlockDrafterConfig) -> Fields:
 
 _SHAPE_DRAFTS = names(
     "law sample_from_anchor block_size mask_token_id feature_layers target_hidden_size draft_vocab_size mask_embedding "
-    "causal layer_types conv_kernel_size has_confidence rope_parameters rms_norm_eps hidden_act"
+    "body keys_are_values causal layer_types conv_kernel_size has_confidence rope_parameters rms_norm_eps hidden_act"
 ).union(_SCALES)
 
 
@@ -221,6 +224,7 @@ KINDS = {
     "Qwen3DFlash2DraftModel": "dflash2",
     "Qwen3DSparkModel": "dspark",
     "DominoDraftModel": "domino",
+    "Gemma4DSparkModel": "dspark",
 }
 """The kinds of drafters that architectures name; the first three are those of speculators."""
 _NAMES = {kind: name for name, kind in [*KINDS.items()][:3]}
@@ -341,10 +345,25 @@ def _zlab_table(owner: object, raw: Fields) -> FieldTable:
 
 
 _TENSORS_DECIDE = names("has_embed_tokens has_lm_head max_window_layers")
-_DEEPSPEC = "Qwen3DSparkModel"
+_DEEPSPEC, _GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 _TABLE_OF_DEEPSPEC = FieldTable(
     "deepspec", {"": LAYERS | _COMMON | _OF_KIND["dspark"]} | ROPE_LEVELS, {"": _TENSORS_DECIDE}
 )
+_TABLE_OF_GEMMA = FieldTable(
+    _GEMMA,
+    {
+        "": LAYERS | _COMMON | _OF_KIND["dspark"] | names("num_global_key_value_heads global_head_dim attention_k_eq_v")
+        | names("hidden_activation final_logit_softcapping"),
+        "rope_parameters": names(""),
+        "rope_parameters.full_attention": ROPE | {"partial_rotary_factor"},
+    },
+    {
+        "": names("use_bidirectional_attention vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp")
+        | names("num_experts top_k_experts moe_intermediate_size target_text_model_type"),
+        "rope_parameters.sliding_attention": ROPE | {"partial_rotary_factor"},
+    },
+    {"hidden_size_per_layer_input": (0,)},
+)  # fmt: skip
 _RENAMES = (
     *((f"{part}.", f"markov_head.{part}.") for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")),
     ("confidence_proj.", "confidence_head.proj."),
@@ -354,17 +373,19 @@ _RENAMES = (
 
 
 def _is_zlab(raw: Fields) -> bool:
-    own = KINDS.keys() - {_DEEPSPEC}
+    own = KINDS.keys() - {_DEEPSPEC, _GEMMA}
     return isinstance(raw.get("dflash_config"), dict) or any(name in own for name in architectures(raw)[:1])
 
 
 def _is_deepspec(raw: Fields) -> bool:
     named = architectures(raw)
-    return named == [_DEEPSPEC] or (not named and raw.keys() >= {"target_layer_ids", "markov_rank"})
+    return named in ([_DEEPSPEC], [_GEMMA]) or (not named and raw.keys() >= {"target_layer_ids", "markov_rank"})
 
 
 def _deepspec_table(owner: object, raw: Fields) -> FieldTable:
     kind_of(owner, {"architectures": [_DEEPSPEC]} | raw)
+    if architectures(raw) == [_GEMMA]:
+        return _TABLE_OF_GEMMA
     plain, scaled = (_TABLE_OF_DEEPSPEC.with_copies(each) for each in (False, True))
     partial = {path for path, _ in scaled.unread(raw)} - {path for path, _ in plain.unread(raw)}
     if partial and is_interleaved(owner, raw):
@@ -373,12 +394,37 @@ def _deepspec_table(owner: object, raw: Fields) -> FieldTable:
 
 
 def _read_deepspec(owner: object, raw: Fields, shapes: Shapes) -> Fields:
-    values = read_common(owner, raw, shapes, "dspark")
+    gemma = _gemma_fields(owner, raw) if architectures(raw) == [_GEMMA] else {}
+    values = read_common(owner, raw | gemma.pop("body_fields", {}), shapes, "dspark") | gemma
     return values | {"layer_types": ["full_attention"] * values["num_hidden_layers"]}
+
+
+def _gemma_fields(owner: object, raw: Fields) -> Fields:
+    """Return the fields of layers of Gemma 4 that see everything, and under `body_fields` those that Qwen3 has, too."""
+    shared, kind = raw.get("attention_k_eq_v") is True, "full_attention"
+    heads = "num_global_key_value_heads" if shared else "num_key_value_heads"
+    rope = stated(raw, f"rope_parameters.{kind}") or {}
+    if missing := [name for name in ("global_head_dim", "hidden_activation", heads) if raw.get(name) is None]:
+        raise ValueError(f"{owner}: architectures={[_GEMMA]}, but config.json does not say {', '.join(missing)}")
+    body = {"head_dim": raw["global_head_dim"], "hidden_act": raw["hidden_activation"], "rope_parameters": rope}
+    return {
+        "body_fields": body | {"num_key_value_heads": raw[heads]},
+        "body": "gemma4",
+        "keys_are_values": shared,
+        "input_embedding_scale": raw["hidden_size"] ** 0.5,
+        "final_logit_softcapping": raw.get("final_logit_softcapping"),
+        "rope_parameters": rope,
+    }
 
 
 def _write_deepspec(config: BlockDrafterConfig) -> Fields:
     own = {"architectures": [_DEEPSPEC], "num_target_layers": config.num_target_layers}
+    if config.body == "gemma4":
+        own |= {"architectures": [_GEMMA], "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+        own |= {"global_head_dim": config.head_dim, "num_global_key_value_heads": config.num_key_value_heads}
+        own |= {"attention_k_eq_v": config.keys_are_values, "hidden_activation": config.hidden_act}
+        own |= {"final_logit_softcapping": config.final_logit_softcapping}
+        own |= {"rope_parameters": {"full_attention": config.rope_parameters}}
     silent = {"enable_confidence_head": False, "markov_rank": 0}
     return written_body(config) | own | silent | _rows(config) | written_law(config)
 

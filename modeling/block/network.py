@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -112,6 +113,20 @@ class BlockLayer(Qwen3DecoderLayer):
 
         hidden = hidden_states + self.attention_conv(self.input_layernorm(hidden_states), attend)  # [B, R, d]
         return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
+
+
+class Gemma4BlockLayer(Gemma4TextDecoderLayer):
+    """The same with Gemma 4's norms, of values, too, unscaled attention, and a scalar; windows are in the masks."""
+
+    def __init__(self, config: BlockDrafterConfig, index: int) -> None:
+        fields = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads", "attention_bias")}
+        fields |= {key: getattr(config, key) for key in ("hidden_size", "intermediate_size", "attention_dropout")}
+        fields |= {"global_head_dim": config.head_dim, "num_global_key_value_heads": config.num_key_value_heads}
+        fields |= {"num_key_value_heads": config.num_key_value_heads, "attention_k_eq_v": config.keys_are_values}
+        fields |= {"hidden_activation": config.hidden_act, "rms_norm_eps": config.rms_norm_eps}
+        layers = ["full_attention"] * config.num_hidden_layers
+        super().__init__(Gemma4TextConfig(layer_types=layers, hidden_size_per_layer_input=0, **fields), index)
+        self.self_attn.config, self.self_attn.is_causal = untyped(config), False
 
 
 class BlockConvolution(nn.Module):
@@ -206,7 +221,7 @@ class BlockNetwork(DraftModel):
     config: BlockDrafterConfig
     config_class = BlockDrafterConfig
     drafts_at_once = True
-    _no_split_modules = ["BlockLayer"]
+    _no_split_modules = ["BlockLayer", "Gemma4BlockLayer"]
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__(config)
@@ -215,7 +230,8 @@ class BlockNetwork(DraftModel):
         width, eps = config.hidden_size, config.rms_norm_eps
         features = len(self.feature_layers) * (config.target_hidden_size or width)
         self.fc, self.hidden_norm = nn.Linear(features, width, bias=False), Qwen3RMSNorm(width, eps)
-        self.layers = nn.ModuleList([BlockLayer(config, index) for index in range(config.num_hidden_layers)])
+        layer = Gemma4BlockLayer if config.body == "gemma4" else BlockLayer
+        self.layers = nn.ModuleList([layer(config, index) for index in range(config.num_hidden_layers)])
         self.norm, self.rotary_emb = Qwen3RMSNorm(width, eps), Qwen3RotaryEmbedding(untyped(config))
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
         if config.own_embeddings:
@@ -254,7 +270,8 @@ class BlockNetwork(DraftModel):
     def joint_projection(self) -> JointProjection:
         """Return the projections of all layers side by side; gradients reach them."""
         layers = [cast(BlockLayer, layer).self_attn for layer in self.layers]
-        maps = [each.k_proj for each in layers] + [each.v_proj for each in layers]
+        values = [each.k_proj if self.config.keys_are_values else each.v_proj for each in layers]
+        maps = [each.k_proj for each in layers] + values
         bias = torch.cat([each.bias for each in maps]) if self.config.attention_bias else None
         gains = torch.stack([each.k_norm.weight for each in layers])[:, None]  # [n, 1, d_h]
         return JointProjection(torch.cat([each.weight for each in maps]), bias, gains)
@@ -264,14 +281,18 @@ class BlockNetwork(DraftModel):
         count, width = self.config.num_hidden_layers, self.config.head_dim
         both = nn.functional.linear(context, joint.weight, joint.bias).unflatten(-1, (2, count, -1, width))
         keys, values = both.unbind(2)  # [B, C, n, H, d_h]
-        wide = keys.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        keys = (joint.gains * normed.to(keys.dtype)).flatten(2, 3)  # [B, C, n H, d_h]
+        keys = (joint.gains * self._normed(keys)).flatten(2, 3)  # [B, C, n H, d_h]
+        values = self._normed(values) if self.config.body == "gemma4" else values
         cos, sin = self.rotary_emb(context, positions)
         turned, _ = apply_rotary_pos_emb(keys, keys[:, :, :0], cos, sin, unsqueeze_dim=2)
         laid = turned.unflatten(2, (count, -1)).permute(2, 0, 3, 1, 4), values.permute(2, 0, 3, 1, 4)
         for index, (key, value) in enumerate(zip(*laid)):  # [B, H, C, d_h] twice
             cache.update(key, value, index)
+
+    def _normed(self, heads: Tensor) -> Tensor:
+        """Return heads [..., d_h] of mean square 1."""
+        wide = heads.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)).to(heads.dtype)
 
     def rows(
         self, embeddings: Tensor, positions: Tensor, masks: Mapping[str, Tensor | None], cache: Cache | None

@@ -19,8 +19,12 @@ CASES = {
     "speculators_dspark": "llama",
     "deepspec_dspark_gated": "llama",
 }
-SMALL = ("modelopt_dspark", "modelopt_swa", "zlab_dspark_fill_in", "zlab_dflash_interleaved")  # of one backbone
-TOLERANCE = 1e-4
+SMALL = (
+    *("modelopt_dspark", "modelopt_swa", "zlab_dspark_fill_in", "zlab_dflash_interleaved"),
+    *("specforge_domino", "domino_fill_in"),
+)  # of one backbone
+GEMMA = dict.fromkeys(("deepspec_gemma4", "deepspec_gemma4_values"), "gemma4_small")
+TOLERANCE = 1e-5
 
 
 @cache
@@ -30,7 +34,7 @@ def golden(name):
 
 def pair(name):
     """A backbone, and the drafter of a golden."""
-    base = AutoModelForCausalLM.from_pretrained(DATA / CASES.get(name, "qwen3_small"), dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(DATA / (CASES | GEMMA).get(name, "qwen3_small"), dtype=torch.float32).eval()
     base.generation_config.eos_token_id = None
     return base, BlockDrafter.from_pretrained(DATA / name, dtype=torch.float32).eval().attach(base)
 
@@ -50,7 +54,7 @@ def contexts(base, drafter, text):
     return drafter.fuse(base(text[None], output_hidden_states=True).hidden_states)
 
 
-@pytest.mark.parametrize("name", [*CASES, *SMALL])
+@pytest.mark.parametrize("name", [*CASES, *SMALL, *GEMMA])
 @torch.no_grad()
 def test_rows_logits_laws_and_confidences_are_official(name):
     (base, drafter), (gold, meta) = pair(name), golden(name)

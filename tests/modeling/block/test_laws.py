@@ -231,7 +231,7 @@ def blocks_of(law, m=M):
 
 @torch.no_grad()
 def test_new_laws_start_as_independent_places():
-    for kind in KINDS:
+    for kind in KINDS.keys() - {"domino", "domino-free"}:  # whose authors draw all weights
         law = law_of(kind, WHOLE, **({"top_k": 5} if kind == "selector" else {}))
         for module in law.modules():
             if hasattr(module, "reset_head"):

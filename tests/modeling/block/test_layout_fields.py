@@ -13,7 +13,7 @@ from tokenahead import BlockDrafter
 from tokenahead.modeling.common.loading import drafter_class, read_drafter
 from tokenahead.training.evaluation.decoding import named_method
 
-DSPARK, WINDOWS, FILL_IN, PAIRS = SMALL
+DSPARK, WINDOWS, FILL_IN, PAIRS, DOMINO, _ = SMALL
 DFLASH, SPECULATORS, DEEPSPEC = "zlab_llama", "speculators_dspark", "deepspec_dspark_gated"
 COPIED = {
     "partial_rotary_factor": 0.25,
@@ -39,7 +39,7 @@ def check_same(one, other):
     assert all(tensors[key].equal(expected[key]) for key in tensors)
 
 
-@pytest.mark.by_day("modelopt_swa", "zlab_dspark_fill_in")
+@pytest.mark.by_day("modelopt_swa", "zlab_dspark_fill_in", "specforge_domino", "domino_fill_in")
 @pytest.mark.parametrize("name", SMALL)
 def test_what_was_read_is_saved_and_read_back(name, tmp_path):
     BlockDrafter.from_pretrained(DATA / name).save_pretrained(tmp_path)
@@ -73,6 +73,10 @@ EQUAL = [
     (FILL_IN, {"architectures": ["Qwen3DSparkModel"], "attention_mode": "gqa", "vocab_size": ...}),
     (DSPARK, {"sample_from_anchor": True, "dflash_config.shift_label": ...}),
     (DSPARK, {"architectures": ["DSparkDraftModel"], "num_key_value_heads": ..., "intermediate_size": ...}),
+    (DOMINO, {"architectures": ["DFlashDraftModel"]}),
+    (DOMINO, {"dflash_config.projector_type": ..., "emb_dim": ..., "vocab_size": ...}),
+    (DOMINO, {"dflash_config.emb_dim": ..., "dflash_config.gru_hidden_dim": ..., "dspark_bonus_anchor": False}),
+    (DOMINO, {"dflash_config.shift_label": ..., "sample_from_anchor": True}),
     (WINDOWS, {"sliding_window": ...}),
     (WINDOWS, {"dflash_config.swa_window_size": ..., "dflash_config.causal": ...}),
     (SPECULATORS, {"transformer_layer_config.use_cache": False, "speculators_config.algorithm": "x"}),
@@ -123,6 +127,10 @@ REFUSED = [
     (FILL_IN, {"dflash_config.confidence_head_with_markov": False}, "confidence_head_with_markov=False"),
     (FILL_IN, {"dspark_fixup_head_type": "gru"}, "dspark_fixup_head_type"),
     (FILL_IN, {"attention_mode": "mha"}, "attention_mode='mha'"),
+    (DOMINO, {"emb_dim": 9}, "emb_dim=9"),
+    (DOMINO, {"dflash_config.gru_hidden_dim": 8}, "gru_hidden_dim=8.*7"),
+    (DOMINO, {"dflash_config.shift_label": False, "sample_from_anchor": True}, "shift_label=False"),
+    (DOMINO, {"dflash_config.projector_type": "dspark"}, "projector_type='dspark'"),
     (DSPARK, {"dflash_config.use_confidence_head": False}, "use_confidence_head=False"),
     (DSPARK, {"dflash_config.shift_label": False}, "shift_label.*pass sample_from_anchor="),
     (DSPARK, {"dflash_config.shift_label": False, "sample_from_anchor": True}, "shift_label=False"),

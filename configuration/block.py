@@ -105,7 +105,7 @@ class BlockLossOptions(LossOptions):
             found = {self.divergence: 1 - share, "labels": share}
             return {name: weight for name, weight in found.items() if weight}
         if terms is None:
-            return dict(recipe.terms.get(self.method or method, recipe.terms["dspark"]))
+            return dict(recipe.terms.get(self.method or method) or recipe.terms["dspark"])
         found = {recipe.names.get(name, name): weight for name, weight in terms.items() if name != "gamma"}
         if unknown := [name for name in found if name not in TERMS]:
             known = ", ".join([*recipe.names, *TERMS])
@@ -269,7 +269,10 @@ class BlockDrafterConfig(Qwen3Config):
             (unknown, f"layer_types has {', '.join(unknown)}; layers are full_attention or sliding_attention"),
             (has_no_window, f"sliding_window={self.sliding_window} must be positive for sliding_attention"),
             (is_partial, f"draft_vocab_size={drafted} of {vocab} needs own_unembedding=True"),
-            (is_alien, f"body={self.body!r} has no {'keys_are_values' if self.keys_are_values else 'conv_kernel_size'}"),
+            (
+                is_alien,
+                f"body={self.body!r} has no {'keys_are_values' if self.keys_are_values else 'conv_kernel_size'}",
+            ),
             (is_ungrouped, f"conv_group_size={self.conv_group_size} must divide hidden_size={self.hidden_size}"),
         ]
         refuse(refusals)

@@ -154,9 +154,7 @@ class MarkovLaw(IndependentLaw):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.markov_w1(tokens)
 
-    def tables(
-        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
-    ) -> RowTables:
+    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None) -> RowTables:
         return MarkovTables(self, rows, anchor)
 
     def read(self, embedded: Tensor, rows: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -346,9 +344,7 @@ class SelectorLaw(BlockLaw):
         kept = torch.full_like(logits, -torch.inf).scatter(-1, candidates, logits.gather(-1, candidates))
         return FactorisedDistribution(kept[..., None, :])  # [..., m, 1, v]
 
-    def tables(
-        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
-    ) -> RowTables:
+    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None) -> RowTables:
         return SelectorTables(self, rows, self._candidates(logits), logits.shape[-1])
 
     def _candidates(self, logits: Tensor) -> Tensor:
@@ -401,7 +397,7 @@ class PrefixGRU(nn.Module):
     def forward(self, inputs: Tensor, state: Tensor | None = None) -> Tensor:
         """Return the states after inputs [..., j, d], [..., j, H], behind a state [..., H] (None: 0)."""
         size, found = self.weight_hh_l0.shape[1], list[Tensor]()
-        state = inputs.new_zeros(size) if state is None else state
+        state = inputs.new_zeros(*inputs.shape[:-2], size) if state is None else state
         for new in nn.functional.linear(inputs, self.weight_ih_l0).unbind(-2):
             old = nn.functional.linear(state, self.weight_hh_l0)  # [..., 3 H]
             reset, keep = (new + old)[..., : 2 * size].sigmoid().chunk(2, -1)
@@ -430,9 +426,7 @@ class DominoLaw(IndependentLaw):
             nn.Linear(size + state_size, rank, bias=False), nn.SiLU(), nn.Linear(rank, self.num_columns, bias=False)
         )
 
-    def tables(
-        self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None
-    ) -> RowTables:
+    def tables(self, rows: Tensor, logits: Tensor, anchor: Tensor | None, embeddings: Embeddings | None) -> RowTables:
         assert embeddings is not None
         return DominoTables(self, rows, embeddings)
 

@@ -1,8 +1,8 @@
 """Layouts of block drafters as data: z-lab's, DeepSpec's, that of assistants of transformers, and speculators'.
 
-z-lab's DFlash and DFlash 2, and the DSparks and Dominos that others save like them, have a Qwen3 config with a `dflash_config`, as
-those of SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI. DeepSpec's DFlash and DSpark
-(one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config, whose further
+z-lab's DFlash and DFlash 2, and the DSparks and Dominos that others save like them, have a Qwen3 config with a
+`dflash_config`, as those of SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI. DeepSpec's
+DFlash and DSpark (one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config, whose further
 fields describe the backbone: heads turn whole by a plain rope. Its body for Gemma 4 has the layers that see everything
 of that family, with their fields. Assistants (`muse_glimmer_assistant`) are read only. In
 speculators' dflash, dflash2 and dspark (0.9) the config of the layers is nested, and ids are those of hidden states.
@@ -177,10 +177,6 @@ def written_law(config: BlockDrafterConfig) -> Fields:
             raise ValueError("law='selector' with conv_kernel_size=None is no DFlash 2, which has convolutions")
         sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
         return sizes | {"selector_rank": options.get("rank", 256), "selector_top_k": options.get("top_k", 16)}
-    if law == "domino":
-        sizes = {"emb_dim": options.get("rank", 256), "gru_hidden_dim": options.get("state_size", 1024)}
-        sizes |= {"pure_draft_prefix_len": options.get("free_places", 0)}
-        return sizes | {"projector_type": law, "shift_label": config.sample_from_anchor}
     if law == "independent" and not config.has_confidence:
         return {}
     kind = {"markov_head_type": options.get("kind", "vanilla")} if law == "markov" else {}
@@ -321,8 +317,15 @@ def _rows(config: BlockDrafterConfig) -> Fields:
     return {"mask_token_id": config.mask_token_id, "target_layer_ids": layers, "block_size": config.block_size}
 
 
+def _written_domino(config: BlockDrafterConfig) -> Fields:
+    options = config.law_options or {}
+    sizes = {"emb_dim": options.get("rank", 256), "gru_hidden_dim": options.get("state_size", 1024)}
+    rows = {"pure_draft_prefix_len": options.get("free_places", 0), "shift_label": config.sample_from_anchor}
+    return sizes | rows | {"projector_type": "domino"}
+
+
 def _write_zlab(config: BlockDrafterConfig) -> Fields:
-    nested = _rows(config) | written_law(config)
+    nested = _rows(config) | (_written_domino(config) if config.law == "domino" else written_law(config))
     nested |= {key: value for key, usual in _SCALES.items() if (value := getattr(config, key)) != usual}
     if config.law == "markov" and not config.sample_from_anchor:  # a DFlash has no choice
         nested["sample_from_anchor"] = False
@@ -358,7 +361,8 @@ _TABLE_OF_GEMMA = FieldTable(
         "rope_parameters.full_attention": ROPE | {"partial_rotary_factor"},
     },
     {
-        "": names("use_bidirectional_attention vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp")
+        "": _TENSORS_DECIDE
+        | names("use_bidirectional_attention vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp")
         | names("num_experts top_k_experts moe_intermediate_size target_text_model_type"),
         "rope_parameters.sliding_attention": ROPE | {"partial_rotary_factor"},
     },

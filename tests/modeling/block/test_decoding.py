@@ -69,10 +69,24 @@ def test_cycles_of_all_laws_repeat_themselves(model, law, rows, way, fake):
         assert same(out, generated(model, drafter, batch_of(rows), **WAYS[way]))
 
 
-@pytest.mark.by_day("zlab_dflash2-block-drawn", "deepspec_dspark_gated-token-argmax")
+@pytest.mark.parametrize("name", ["specforge_domino", "deepspec_gemma4"])
+def test_ragged_batches_write_the_backbones_text(name):
+    base, drafter = pair(name)
+    inputs, options = left_padded(prompts(3)), dict(max_new_tokens=16, do_sample=False, pad_token_id=0)
+    for tree in (None, {"depth": 3, "top_k": 3, "total_tokens": 12}):
+        out = base.generate(**inputs, **options, assistant_model=drafter, draft_tree=tree)
+        assert out.equal(base.generate(**inputs, **options))
+
+
+@pytest.mark.by_day(
+    *("zlab_dflash2-block-drawn", "deepspec_dspark_gated-token-argmax"),
+    *("specforge_domino-block-drawn", "deepspec_gemma4-token-drawn"),
+)
 @pytest.mark.parametrize("sampling", ["drawn", "argmax"])
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("name", ["speculators_dspark", "zlab_dflash2", "deepspec_dspark_gated"])
+@pytest.mark.parametrize(
+    "name", ["speculators_dspark", "zlab_dflash2", "deepspec_dspark_gated", "specforge_domino", "deepspec_gemma4"]
+)
 def test_sampled_text_follows_the_backbone(name, rule, sampling):
     base, drafter = pair(name)
     drafter.draft_sampling = sampling

@@ -34,7 +34,9 @@ def golden(name):
 
 def pair(name):
     """A backbone, and the drafter of a golden."""
-    base = AutoModelForCausalLM.from_pretrained(DATA / (CASES | GEMMA).get(name, "qwen3_small"), dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(
+        DATA / (CASES | GEMMA).get(name, "qwen3_small"), dtype=torch.float32
+    ).eval()
     base.generation_config.eos_token_id = None
     return base, BlockDrafter.from_pretrained(DATA / name, dtype=torch.float32).eval().attach(base)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.modeling.block.test_golden import DATA, SMALL
+from tests.modeling.block.test_golden import DATA, GEMMA, SMALL
 from tokenahead import BlockDrafter
 from tokenahead.modeling.common.loading import drafter_class, read_drafter
 from tokenahead.training.evaluation.decoding import named_method
@@ -39,8 +39,8 @@ def check_same(one, other):
     assert all(tensors[key].equal(expected[key]) for key in tensors)
 
 
-@pytest.mark.by_day("modelopt_swa", "zlab_dspark_fill_in", "specforge_domino", "domino_fill_in")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.by_day("modelopt_swa", "zlab_dspark_fill_in", "specforge_domino", "domino_fill_in", "deepspec_gemma4")
+@pytest.mark.parametrize("name", [*SMALL, *GEMMA])
 def test_what_was_read_is_saved_and_read_back(name, tmp_path):
     BlockDrafter.from_pretrained(DATA / name).save_pretrained(tmp_path)
     check_same(read(tmp_path), read(DATA / name))
@@ -77,6 +77,8 @@ EQUAL = [
     (DOMINO, {"dflash_config.projector_type": ..., "emb_dim": ..., "vocab_size": ...}),
     (DOMINO, {"dflash_config.emb_dim": ..., "dflash_config.gru_hidden_dim": ..., "dspark_bonus_anchor": False}),
     (DOMINO, {"dflash_config.shift_label": ..., "sample_from_anchor": True}),
+    ("deepspec_gemma4", {"rope_parameters.sliding_attention.rope_theta": 7.0, "head_dim": 4, "num_experts": 3}),
+    ("deepspec_gemma4", {"num_key_value_heads": 4, "sliding_window": 3, "use_bidirectional_attention": "vision"}),
     (WINDOWS, {"sliding_window": ...}),
     (WINDOWS, {"dflash_config.swa_window_size": ..., "dflash_config.causal": ...}),
     (SPECULATORS, {"transformer_layer_config.use_cache": False, "speculators_config.algorithm": "x"}),
@@ -131,6 +133,11 @@ REFUSED = [
     (DOMINO, {"dflash_config.gru_hidden_dim": 8}, "gru_hidden_dim=8.*7"),
     (DOMINO, {"dflash_config.shift_label": False, "sample_from_anchor": True}, "shift_label=False"),
     (DOMINO, {"dflash_config.projector_type": "dspark"}, "projector_type='dspark'"),
+    ("deepspec_gemma4", {"global_head_dim": ...}, "Gemma4DSparkModel.*global_head_dim"),
+    ("deepspec_gemma4", {"global_head_dim": 8}, "head_dim=8.*16"),
+    ("deepspec_gemma4", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256"),
+    ("deepspec_gemma4", {"enable_moe_block": True}, "enable_moe_block"),
+    ("deepspec_gemma4", {"rope_parameters.full_attention.rope_type": "x"}, "rope_type='x'"),
     (DSPARK, {"dflash_config.use_confidence_head": False}, "use_confidence_head=False"),
     (DSPARK, {"dflash_config.shift_label": False}, "shift_label.*pass sample_from_anchor="),
     (DSPARK, {"dflash_config.shift_label": False, "sample_from_anchor": True}, "shift_label=False"),

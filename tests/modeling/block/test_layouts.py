@@ -48,6 +48,7 @@ def test_a_loaded_drafter_is_saved_in_its_layout_and_in_ours(name, tmp_path):
     "z-lab-selector-options4",
     "speculators-markov-options6",
     "deepspec-markov-options8",
+    "z-lab-domino-options10",
 )
 @pytest.mark.parametrize(
     ("layout", "law", "options"),
@@ -66,6 +67,7 @@ def test_a_loaded_drafter_is_saved_in_its_layout_and_in_ours(name, tmp_path):
         ("speculators", "selector", dict(sample_from_anchor=False, conv_kernel_size=2, conv_group_size=8)),
         ("deepspec", "markov", dict(has_confidence=True, law_options={"kind": "rnn", "rank": 4})),
         ("deepspec", "independent", dict(attention_bias=True)),
+        ("z-lab", "domino", dict(law_options={"rank": 4, "state_size": 5, "free_places": 2})),
     ],
 )
 def test_new_drafters_are_exported_and_read_back(layout, law, options, tmp_path):
@@ -111,6 +113,9 @@ def test_what_a_layout_cannot_hold_is_refused_by_name(tmp_path):
         ("z-lab", "independent", {}, "holds sample_from_anchor=False"),
         ("deepspec", "independent", dict(sample_from_anchor=False), "holds sample_from_anchor=True"),
         ("z-lab", "hmm", {}, "law='hmm'"),
+        ("speculators", "domino", {}, "law='domino'"),
+        ("deepspec", "domino", {}, "law='domino'"),
+        ("z-lab", "markov", dict(body="gemma4"), "body='gemma4'"),
         ("z-lab", "markov", dict(draft_ids=torch.arange(3, 40)), "draft_vocab_size=37"),
         ("deepspec", "selector", dict(conv_kernel_size=2, conv_group_size=8), "law='selector'"),
         ("speculators", "independent", dict(output_multiplier=0.5), "output_multiplier"),
@@ -152,7 +157,7 @@ def test_default_states_are_those_of_the_official_formula(edited):
 
 def test_configs_that_say_too_little_or_something_else_are_refused(edited):
     for name, fields, message in [
-        ("zlab_llama", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel"),
+        ("zlab_llama", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel.*embed_proj"),
         (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
         (DEEPSPEC, {"architectures": ["DSparkDeepseekV4ForCausalLM"]}, "DSparkDeepseekV4ForCausalLM"),
         (DSPARK, {"speculators_model_type": "xpress"}, "XPressSpeculator"),

@@ -23,6 +23,7 @@ LAWS = {
     "hmm": dict(law_options=dict(rank=2, leaf_rank=4, markov_rank=4, reads_last=True), sample_from_anchor=False),
     "btree": dict(law_options=dict(rank=2, leaf_rank=4, markov_rank=4)),
     "part": dict(law="markov", law_options=dict(rank=4), draft_ids=torch.arange(0, V, 2)),
+    "gemma": dict(law="independent", body="gemma4", keys_are_values=True),
     "windows": dict(law="independent", layer_types=["sliding_attention", "full_attention"], sliding_window=4),
 }
 IDS = torch.randint(0, V - 1, (2, 14), generator=torch.Generator().manual_seed(1))
@@ -57,7 +58,7 @@ def laws_of(drafter, ids, anchors):
     return torch.stack(found), states[-1][0]
 
 
-@pytest.mark.by_day("rnn", "domino", "selector", "hmm", "btree", "part", "windows")
+@pytest.mark.by_day("rnn", "domino", "selector", "hmm", "btree", "part", "gemma", "windows")
 @pytest.mark.parametrize("kind", LAWS)
 def test_terms_are_those_of_single_blocks_and_do_not_depend_on_chunks(kind, monkeypatch):
     drafter = drafter_of(kind).train()

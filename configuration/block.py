@@ -269,10 +269,7 @@ class BlockDrafterConfig(Qwen3Config):
             (unknown, f"layer_types has {', '.join(unknown)}; layers are full_attention or sliding_attention"),
             (has_no_window, f"sliding_window={self.sliding_window} must be positive for sliding_attention"),
             (is_partial, f"draft_vocab_size={drafted} of {vocab} needs own_unembedding=True"),
-            (
-                is_alien,
-                f"body={self.body!r} has no {'keys_are_values' if self.keys_are_values else 'conv_kernel_size'}",
-            ),
+            (is_alien, f"body={self.body!r}: keys_are_values is Gemma 4's, and conv_kernel_size Qwen3's"),
             (is_ungrouped, f"conv_group_size={self.conv_group_size} must divide hidden_size={self.hidden_size}"),
         ]
         refuse(refusals)

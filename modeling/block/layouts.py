@@ -2,10 +2,10 @@
 
 z-lab's DFlash and DFlash 2, and the DSparks and Dominos that others save like them, have a Qwen3 config with a
 `dflash_config`, as those of SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI. DeepSpec's
-DFlash and DSpark (one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config, whose further
-fields describe the backbone: heads turn whole by a plain rope. Its body for Gemma 4 has the layers that see everything
-of that family, with their fields. Assistants (`muse_glimmer_assistant`) are read only. In
-speculators' dflash, dflash2 and dspark (0.9) the config of the layers is nested, and ids are those of hidden states.
+DFlash and DSpark (one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config,
+whose further fields describe the backbone: heads turn whole by a plain rope. Those for Gemma 4 have the layers of that
+family that see everything, with their fields. Assistants (`muse_glimmer_assistant`) are read only. In speculators'
+dflash, dflash2 and dspark (0.9) the config of the layers is nested, and ids are those of hidden states.
 """
 
 from __future__ import annotations
@@ -424,11 +424,17 @@ def _gemma_fields(owner: object, raw: Fields) -> Fields:
 def _write_deepspec(config: BlockDrafterConfig) -> Fields:
     own = {"architectures": [_DEEPSPEC], "num_target_layers": config.num_target_layers}
     if config.body == "gemma4":
-        own |= {"architectures": [_GEMMA], "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
-        own |= {"global_head_dim": config.head_dim, "num_global_key_value_heads": config.num_key_value_heads}
-        own |= {"attention_k_eq_v": config.keys_are_values, "hidden_activation": config.hidden_act}
-        own |= {"final_logit_softcapping": config.final_logit_softcapping}
-        own |= {"rope_parameters": {"full_attention": config.rope_parameters}}
+        own |= {
+            "architectures": [_GEMMA],
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "global_head_dim": config.head_dim,
+            "num_global_key_value_heads": config.num_key_value_heads,
+            "attention_k_eq_v": config.keys_are_values,
+            "hidden_activation": config.hidden_act,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "rope_parameters": {"full_attention": config.rope_parameters},
+        }
     silent = {"enable_confidence_head": False, "markov_rank": 0}
     return written_body(config) | own | silent | _rows(config) | written_law(config)
 

@@ -115,17 +115,27 @@ class BlockLayer(Qwen3DecoderLayer):
         return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
 
 
+_SHARED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("attention_bias", "attention_dropout", "rms_norm_eps"),
+)
+"""Fields that configs of Qwen3 and Gemma 4 have by one name."""
+
+
 class Gemma4BlockLayer(Gemma4TextDecoderLayer):
     """The same with Gemma 4's norms, of values, too, unscaled attention, and a scalar; windows are in the masks."""
 
     def __init__(self, config: BlockDrafterConfig, index: int) -> None:
-        fields = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads", "attention_bias")}
-        fields |= {key: getattr(config, key) for key in ("hidden_size", "intermediate_size", "attention_dropout")}
-        fields |= {"global_head_dim": config.head_dim, "num_global_key_value_heads": config.num_key_value_heads}
-        fields |= {"num_key_value_heads": config.num_key_value_heads, "attention_k_eq_v": config.keys_are_values}
-        fields |= {"hidden_activation": config.hidden_act, "rms_norm_eps": config.rms_norm_eps}
-        layers = ["full_attention"] * config.num_hidden_layers
-        super().__init__(Gemma4TextConfig(layer_types=layers, hidden_size_per_layer_input=0, **fields), index)
+        theirs = Gemma4TextConfig(
+            **{key: getattr(config, key) for key in _SHARED},
+            layer_types=["full_attention"] * config.num_hidden_layers,
+            hidden_activation=config.hidden_act,
+            hidden_size_per_layer_input=0,
+            attention_k_eq_v=config.keys_are_values,
+            global_head_dim=config.head_dim,
+            num_global_key_value_heads=config.num_key_value_heads,
+        )
+        super().__init__(theirs, index)
         self.self_attn.config, self.self_attn.is_causal = untyped(config), False
 
 

@@ -155,9 +155,22 @@ def test_losses_and_gradient_norms_are_official(case):
         drafter.loss_options.update(**options | RECIPES[name])
         chosen = {"anchors": gold["train_anchors"], "keep": gold["train_keep"].bool()}
         loss = drafter(gold["train_input_ids"], loss_mask=gold["train_loss_mask"], **chosen).loss
-        torch.testing.assert_close(loss[None], gold[name], atol=0, rtol=1e-4)
-        loss.backward()
-        prefix = name.replace("loss", "grad") + "."
-        wanted = sorted(float(value) for key, value in gold.items() if key.startswith(prefix))
-        found = sorted(float(each.grad.norm()) for each in drafter.parameters() if each.grad is not None)
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=0, rtol=1e-3)
+        check_loss(drafter, loss, gold, name)
+
+
+def check_loss(drafter, loss, gold, name="loss"):
+    torch.testing.assert_close(loss[None], gold[name], atol=0, rtol=1e-4)
+    loss.backward()
+    prefix = name.replace("loss", "grad") + "."
+    wanted = sorted(float(value) for key, value in gold.items() if key.startswith(prefix))
+    found = sorted(float(each.grad.norm()) for each in drafter.parameters() if each.grad is not None)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["specforge_domino", "domino_fill_in"])
+def test_dominos_loss_of_both_logits_is_official(name):
+    (base, drafter), (gold, _) = pair(name), golden(name)
+    base.requires_grad_(False)
+    drafter.loss_options.update(layout="z-lab", gamma=4.0, terms={"ce": 0.75, "base": 0.25})
+    chosen = {"anchors": gold["train_anchors"], "keep": gold["train_keep"].bool()}
+    check_loss(drafter, drafter(gold["train_input_ids"], loss_mask=gold["train_loss_mask"], **chosen).loss, gold)

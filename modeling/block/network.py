@@ -126,14 +126,13 @@ class Gemma4BlockLayer(Gemma4TextDecoderLayer):
     """The same with Gemma 4's norms, of values, too, unscaled attention, and a scalar; windows are in the masks."""
 
     def __init__(self, config: BlockDrafterConfig, index: int) -> None:
+        heads = {"global_head_dim": config.head_dim, "num_global_key_value_heads": config.num_key_value_heads}
         theirs = Gemma4TextConfig(
-            **{key: getattr(config, key) for key in _SHARED},
+            **{key: getattr(config, key) for key in _SHARED} | heads,
             layer_types=["full_attention"] * config.num_hidden_layers,
             hidden_activation=config.hidden_act,
             hidden_size_per_layer_input=0,
             attention_k_eq_v=config.keys_are_values,
-            global_head_dim=config.head_dim,
-            num_global_key_value_heads=config.num_key_value_heads,
         )
         super().__init__(theirs, index)
         self.self_attn.config, self.self_attn.is_causal = untyped(config), False

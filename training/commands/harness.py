@@ -59,7 +59,7 @@ class DraftingLM(_models.HFLM):
                     print("No memory for the model in float32: greedy texts are not compared any further.")
         return written
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, object]:
         """Return what the file of results says of the model."""
         return super().get_model_info() | {"greedy_texts": in_words(*counts_of(self.differences))}
 

@@ -90,18 +90,18 @@ class EagleHeadConfig(LlamaConfig):
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
-        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.loss_options = EagleLossOptions.of(self.loss_options)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"loss_options": self.loss_options.changed()}
+        kinds = {} if self.sliding_window is not None else {"layer_types": None}
+        return super().to_dict() | {"loss_options": self.loss_options.changed()} | kinds
 
     @property
     def windows(self) -> dict[str, int | None]:
         """How far back rows see by kind of layer, themselves included; None: as far as there are columns."""
         sizes = {"full_attention": None, "sliding_attention": self.sliding_window}
-        return {kind: sizes[kind] for kind in self.layer_types or ()}
+        return {kind: sizes[kind] for kind in self.layer_types or ["full_attention"]}
 
     @property
     def num_aux(self) -> int:

@@ -324,6 +324,9 @@ def prefix_tree(steps: Tensor, tokens: Tensor, size: int, costs: BlockCosts | No
     if costs is not None:
         found = found[:, : max(costs.best((-found[..., 0]).exp().mean(0).tolist()), 1)]
     parents, places, ranks = found[..., 1:].long().to(tokens.device).unbind(-1)  # [B, n] each
-    nodes = tokens.flatten(1).gather(1, places * tokens.shape[-1] + ranks)
+    order = ((places * size + parents) * tokens.shape[-1] + ranks).argsort(1)  # level by level, as trees grow elsewhere
+    index = torch.nn.functional.pad(order.argsort(1) + 1, (1, 0))  # [B, n + 1], from a parent and 1 to its new place
+    parents = index.gather(1, parents.gather(1, order) + 1) - 1
+    nodes = tokens.flatten(1).gather(1, (places * tokens.shape[-1] + ranks).gather(1, order))
     is_chain = bool((places == cached_arange(places.shape[1], places.device)).all())
     return DraftTree.chain(nodes) if is_chain else DraftTree(nodes, parents, depth=int(places.max()) + 1)

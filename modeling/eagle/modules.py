@@ -78,6 +78,8 @@ class EagleNetwork(DraftModel):
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self._backbones, self.windows = [], config.windows
+        # here, where as many layers are made: Qwen3's attention looks its kind up
+        config.layer_types = config.layer_types or [*self.windows] * config.num_hidden_layers
         self.hidden_layers, width = -1, config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)

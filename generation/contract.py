@@ -23,8 +23,9 @@ replayed, as a CUDA graph is: then only what is done on tensors is done again. W
                               keeps of them what `new_tokens.on_device` counts; the rest is computed, and masked
 
 and what lasts from one cycle to the next lies in tensors of `CacheView.held`. No operation of a cycle may depend on a
-number of the host that changes, nor wait for the device, nor may a cycle leave attributes other than it found them:
-the first `propose` of a call alone, which may read the prompt, is never replayed.
+number of the host that changes, nor wait for the device, nor may a cycle leave attributes other than it found them. That
+holds for the first cycle of a call, too, which a recording of an earlier call stands in for: what the prompt left is put
+into these tensors in `begin`, or else `first_differs`.
 """
 
 from __future__ import annotations
@@ -270,6 +271,7 @@ class DraftSession(Protocol):
         priors: By kind of drafts, which acceptance to expect of a first token and of later ones, before any is known.
         reads_host: Whether `propose` then reads what the host alone has, such as a trie and `tokens.newest_on_host`: it
             is never replayed, and the host knows the tokens before it is called.
+        first_differs: Whether the first draft of a call is made in other shapes than all others.
     """
 
     num_tokens: int
@@ -282,6 +284,7 @@ class DraftSession(Protocol):
     takes_fixed: bool = False
     priors: Sequence[tuple[float, float]] = ((0.6, 0.7),)
     reads_host: bool = False
+    first_differs: bool = False
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the backbone's output of the prefill, and a view of its cache."""

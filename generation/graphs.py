@@ -4,11 +4,11 @@
     "forward"    draft and forward: a processor or a criterion of the user sees on the host what follows
     neither      the drafter or the call needs the host in between
 
-The first cycle of a call is never replayed, for it may read the prompt. Of new sizes the second one runs beside the
-main stream, as recording demands, where torch tells of waits, and the third is recorded. What was recorded stays with
-the buffers that it reads and writes (`Buffers.graphs`), by all that shapes it (`fingerprint`): a later call alike
-replays from its second cycle on. On processors nothing is launched, and nothing recorded; tests put `FakeGraph` in the
-place of `CudaGraph`.
+Of new sizes the first cycle is launched, the second one runs beside the main stream, as recording demands, where torch
+tells of waits, and the third is recorded. What was recorded stays with the buffers that it reads and writes
+(`Buffers.graphs`), by all that shapes it (`fingerprint`): a later call alike replays all of its cycles, the first one
+among them where the prompt is in these buffers before it (`begins`). On processors nothing is launched, and nothing
+recorded; tests put `FakeGraph` in the place of `CudaGraph`.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def running() -> Iterator[None]:
 class Recorder:
     """Records and replays the regions of one call, whose `shape` is a `fingerprint`; `told` what is said of it."""
 
+    begins = False  # the first cycle of the call is like all others
     is_steady = False  # the last region took as long as the next one will: it was replayed, and not recorded first
 
     def __init__(self, buffers: Buffers, shape: Hashable, device: torch.device, told: Graphs) -> None:
@@ -104,7 +105,7 @@ class Recorder:
         run = partial(function, *args)
         self.met[key] += 1
         self.is_steady = False
-        if self.met[key] == 1 or name in self.told.reasons:
+        if name in self.told.reasons or (self.met[key] == 1 and not (self.begins and key in graphs)):
             return run()
         if (known := graphs.pop(key, None)) is None:
             if key not in self.ready:

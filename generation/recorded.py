@@ -29,6 +29,7 @@ class RecordedLoop(GuardedLoop):
     """In tensors with constant addresses."""
 
     fixed: FixedSequences
+    target: StaticBackbone
     recorder: Recorder | None = None  # records and replays; None: nothing does
     ahead: Cycle | None = None  # launched, and not read by the host yet
     is_whole = False  # the host is needed nowhere within a cycle
@@ -41,7 +42,6 @@ class RecordedLoop(GuardedLoop):
     def _first(self, outputs: PrefillOutput) -> None:
         super()._first(outputs)
         plan, target, results = self.plan, self.target, self.results
-        assert isinstance(target, StaticBackbone)  # as `static_loop_of` sees to
         room, hold = target.layout.capacity - results.unwritten, target.held
         results.tokens = self.fixed = FixedSequences(results.tokens, room, hold)
         results.stopping.hold(hold, self.fixed.ids.device)
@@ -60,6 +60,7 @@ class RecordedLoop(GuardedLoop):
         elif target.buffers is not None:
             shape = fingerprint(*plan.marks, self.is_whole, results.table, plan.hidden_layers, *target.marks)
             self.recorder = Recorder(target.buffers, shape, self.plan.verifier_model.device, self.told)
+            self.recorder.begins = not self.session.first_differs and target.fits()
 
     def _drafts(self) -> bool:
         return self.session is self.plan.session
@@ -123,6 +124,7 @@ class RecordedLoop(GuardedLoop):
 
     def _on_host(self, cycle: Cycle) -> Cycle:
         cycle = super()._on_host(cycle)
+        self.target.widest = max(self.target.widest, 1 + cycle.fed.tokens.shape[1])  # of blocks that were replayed, too
         if self.is_constant:
             cycle.shorten(self.results.tokens_left() - 1)
         return cycle

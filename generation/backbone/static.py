@@ -280,6 +280,22 @@ class StaticBackbone(RaggedBackbone):
     def fixed_layout(self, size: int, limit: int, span: int, name: str) -> DrafterLayout | None:
         return DrafterLayout(self, size, limit, span, name) if self.is_fixed else None
 
+    def fits(self) -> bool:
+        """Put the prompt in the buffers of an earlier call where they have its sizes, and return whether they do."""
+        layers = [(n, layer) for n, layer in enumerate(self.cache.layers) if isinstance(layer, FixedLayer)]
+        found = [(layer, self.buffers and self.buffers.tensors.get(f"cache.{n}.keys")) for n, layer in layers]
+        if any(kept is None or kept.shape[2] != self.layout.size(layer.is_sliding) for layer, kept in found):
+            return False
+        self._lay_out()
+        return True
+
+    def _lay_out(self) -> None:
+        if self.laid_out != (room := (self.layout.size(False), self.layout.size(True))):
+            self.laid_out = room
+            for index, layer in enumerate(self.cache.layers):
+                if isinstance(layer, FixedLayer):
+                    layer.lay_out(index, self.buffers)
+
     @property
     def marks(self) -> tuple[object, ...]:
         """What shapes forwards (`graphs.fingerprint`)."""
@@ -333,11 +349,7 @@ class StaticBackbone(RaggedBackbone):
         if tree is not None and tree.auxiliary is None:  # what is filled in may be beyond a table of positions
             depths = pad(depths[..., : self.count], (0, block.shape[1] - self.count))
         self.layout.begin(depths.shape[-1])
-        if self.laid_out != (room := (self.layout.size(False), self.layout.size(True))):
-            self.laid_out = room
-            for index, layer in enumerate(self.cache.layers):
-                if isinstance(layer, FixedLayer):
-                    layer.lay_out(index, self.buffers)
+        self._lay_out()
         return super()._call(block, depths, tree, last, options)
 
     def _width(self, count: int, tree: DraftTree) -> int:

@@ -81,7 +81,8 @@ class ModuleSession(DraftSession):
             self.num_fixed = self.depth + self.num_tokens
             newest = self.states[:, -self.num_fixed :]  # and zeros before those that there are
             newest = torch.nn.functional.pad(newest, (0, 0, self.num_fixed - newest.shape[1], 0))
-            self.newest = view.held("modules.states", newest)  # [B, P, D]
+            self._chain(Sequences(self.options.prompt).newest(self.pending).roll(-1, 1), 0, None)
+            self.states, self.pending = view.held("modules.states", newest), self.num_fixed  # [B, P, D]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Append the newest states of every sequence, right-aligned."""
@@ -104,9 +105,9 @@ class ModuleSession(DraftSession):
 
     def _append_fixed(self, block: Tensor, new: NewTokens) -> None:
         """Append the first `new` states of a block [B, F, D]: as many columns are pending in every cycle."""
-        states = torch.cat([self.newest, of_accepted(block, new.on_device)], dim=1)  # [B, P + F, D]
+        states = torch.cat([self.states, of_accepted(block, new.on_device)], dim=1)  # [B, P + F, D]
         source = new.on_device[:, None] + cached_arange(self.num_fixed, new.on_device.device)  # [B, P]
-        self.newest = self.view.held("modules.states", taken(states, source.to(states.device)))
+        self.states = self.view.held("modules.states", taken(states, source.to(states.device)))
         self.layout.keep(new)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
@@ -118,15 +119,18 @@ class ModuleSession(DraftSession):
             tree = grow(ModuleGrowth(self, tokens), self.options, length, masks)
             self.pending = self.depth - 1
         else:
-            tree = self._chain(tokens, length, masks)
-        if is_fixed:  # before the first draft they are the prompt's
-            self.states, self.pending = self.newest, self.num_fixed
+            tree = self._chain(tokens.newest(pending), length, masks)
+        if is_fixed:
+            self.pending = self.num_fixed
         return tree
 
-    def _chain(self, tokens: Sequences, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of."""
+    def _chain(self, ids: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
+        """Return a chain of up to `length` tokens after the pending ones [B, R].
+
+        It ends with a token that no sequence is sure of.
+        """
         pending = self.pending
-        hidden, ids, first = self.states[:, -pending:], tokens.newest(pending), -pending
+        hidden, first = self.states[:, -pending:], -pending
         late, prepared = pending > _LAG or self.view.is_fixed, self._prepared(hidden)
         drafts, probs, last = [], [], max(length, self.depth if late else 1)
         for k in range(1, last + 1):
@@ -146,7 +150,7 @@ class ModuleSession(DraftSession):
                 break
         if last >= self.depth:  # only columns whose tokens are verified count, in all modules alike
             self.pending = min(self.pending, self.depth - 1)
-        return chain_of(drafts, probs, self.options) if drafts else DraftTree.chain(tokens.ids[:, :0])
+        return chain_of(drafts, probs, self.options) if drafts else DraftTree.chain(ids[:, :0])
 
     def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: Kwargs | None = None) -> Tensor:
         """Run module k over columns that begin `first` after the backbone's, [B, R, H]."""

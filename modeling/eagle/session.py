@@ -70,13 +70,12 @@ class EagleSession(DraftSession):
             self.prompt = prompt
 
     def _begin_fixed(self, prompt: Tensor) -> None:
-        """Run the prompt's pairs [B, L, d] but the last one, which is the first new one of the next draft.
+        """Run the prompt's pairs [B, L, d]; the last one lacks its token, and is the first new one of the next draft.
 
         As many pairs are new in every cycle; those beyond a sequence's own are zeros, and seen by nobody.
         """
         self.layout.block_offset = -(size := prompt.shape[1])
-        if size > 1:
-            self._run(prompt[:, :-1], self.options.prompt[:, 1 - size :])
+        self._run(prompt, self.options.prompt[:, -size:].roll(-1, 1))
         self.layout.ends.sub_(1)
         features = torch.nn.functional.pad(prompt[:, -1:], (0, 0, 0, self.num_tokens))  # [B, P, d]
         new, hold = torch.ones_like(self.layout.ends), self.view.held

@@ -167,6 +167,7 @@ class ParallelSession(DraftSession):
     """
 
     lookahead = 1
+    first_differs = True  # it has no slots to be read off
     many = 1
 
     def __init__(

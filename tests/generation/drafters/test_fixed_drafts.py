@@ -123,7 +123,9 @@ def decoded(drafter, batch, **options):
     model, own = (drafter, {}) if isinstance(drafter, WITHIN) else (model_of(), {"assistant_model": drafter})
     out = model.generate(**batch, **own, use_mtp=True, return_dict_in_generate=True, pad_token_id=0, **options)
     found = out.sequences.tolist(), out.speculation.rows_accepted, out.speculation.rows_drafts
-    return found, out.speculation.graphs
+    if (graphs := out.speculation.graphs) is not None:
+        graphs.launched = out.speculation.backbone_calls - 1 - graphs.replayed.get("cycle", 0)
+    return found, graphs
 
 
 @pytest.fixture(params=[FakeGraph, BlindGraph])
@@ -155,7 +157,11 @@ def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling
     drafter = make()
     for rows in (1, 3, 8):
         batch, call = left_padded(prompts(rows)), options | sampling | {"max_new_tokens": 20}
-        assert decoded(drafter, batch, **call, **STATIC)[0] == decoded(drafter, batch, **call)[0]
+        fixed, eager = (decoded(drafter, batch, **call, **more)[0] for more in (STATIC, {}))
+        if name == "modules, grown" and rows == 1:  # eager ones draft no tree after a prompt of one token
+            assert fixed[0] == eager[0] or sampling["do_sample"]
+        else:
+            assert fixed == eager
 
 
 @pytest.mark.by_day("sampled-EAGLE-3 ranked", "greedy-P-EAGLE", "sampled-context", "greedy-lookahead", "sampled-slots")
@@ -173,6 +179,7 @@ def test_cycles_repeat_themselves_and_a_second_call_records_nothing(name, sampli
             if not sampling["do_sample"]:
                 assert text == decoded(drafter, batch, **call)[0][0]
         assert not graphs.recorded and not graphs.buffers_made
+        assert graphs.launched == (name == "slots")  # the first cycle is a replay of others, too
 
 
 ON_DEVICE = dict(

@@ -23,9 +23,9 @@ replayed, as a CUDA graph is: then only what is done on tensors is done again. W
                               keeps of them what `new_tokens.on_device` counts; the rest is computed, and masked
 
 and what lasts from one cycle to the next lies in tensors of `CacheView.held`. No operation of a cycle may depend on a
-number of the host that changes, nor wait for the device, nor may a cycle leave attributes other than it found them. That
-holds for the first cycle of a call, too, which a recording of an earlier call stands in for: what the prompt left is put
-into these tensors in `begin`, or else `first_differs`.
+number of the host that changes, nor wait for the device, nor may a cycle leave attributes other than it found them.
+That holds for the first cycle of a call, too, for which a recording of an earlier call stands in: what the prompt left
+is put into these tensors in `begin`, or else `first_differs`.
 """
 
 from __future__ import annotations

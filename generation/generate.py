@@ -41,7 +41,7 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, NAMES, renamed
 from .backbone.backbones import target_of
-from .backbone.static import StaticBackbone
+from .backbone.static import HeldBuffers, OwnStaticBackbone
 from .backbone.target import OwnCacheBackbone, Target, traits_of
 from .backbone.wrapped_models import (
     Kwargs,
@@ -182,15 +182,14 @@ def speculative_decoding(
         if _has_peers():
             stack.enter_context(readable(model))
         stack.enter_context(call.drafter.running(model))
-        is_static = generation_config.cache_implementation == "static"
-        if is_static:
+        if call.is_static:
             stack.enter_context(running())
         outputs, target = _prefill(plan)
         kind = GuardedLoop if plan.watch is None else StatefulLoop
-        loop = static_loop_of(plan, target) if is_static else kind(plan, target)
+        loop = static_loop_of(plan, target) if call.is_static else kind(plan, target)
         output = loop.run(outputs)
         graphs = loop.results.statistics.graphs
-        if graphs is not None and isinstance(target, StaticBackbone):
+        if graphs is not None and isinstance(target, HeldBuffers):
             graphs.buffer_bytes, graphs.buffers_made = target.buffer_use()
     if call.drafter.totals is not None:
         call.drafter.totals.update(loop.results.statistics.counts)
@@ -214,7 +213,10 @@ def _prefill(plan: Plan) -> tuple[PrefillOutput, Target]:
     if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
         cache = cache.self_attention_cache
     if isinstance(cache, SpeculativeCache):
-        target = OwnCacheBackbone(plan.verifier_model, cache, mask)
+        if plan.call.is_static and plan.unfixed is None:
+            target = OwnStaticBackbone(plan.verifier_model, cache, plan.config.max_length, plan.span)
+        else:
+            target = OwnCacheBackbone(plan.verifier_model, cache, mask)
     else:
         if mask is not None and kwargs.get("position_ids") is None:  # the model counts columns, padding included
             kwargs = kwargs | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}
@@ -283,7 +285,7 @@ def add_cache(
         cache.activate_past_recording()
     if config.cache_implementation is None:
         return set()
-    if config.cache_implementation != "dynamic":
+    if config.cache_implementation not in ("dynamic", "static"):
         name = f"cache_implementation={config.cache_implementation!r}"
         logger.warning_once(f"{name} is ignored: {type(backbone).__name__} has a cache of its own.")
     return {"cache_implementation"}

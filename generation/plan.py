@@ -71,6 +71,7 @@ class Call:
     has_user_cache: bool  # the user passed the cache, and may look into it after the call
     streamer: BaseStreamer | None = None  # receives every column of tokens once all open sequences have it
     synced_gpus: bool = False  # every peer calls the backbone until all of them are done
+    is_static: bool = False  # with `cache_implementation="static"`, and no cache of the user
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +163,9 @@ def read_call(
         logger.warning_once(f"num_assistant_tokens={number} exceeds window - 1 = {longest}; drafting {longest} tokens.")
     number = number if longest is None else min(number, longest)
     options = replace(options, speculates=speculates, num_assistant_tokens=number)
-    return Call(generate, backbone, drafter, options, new_cache, model_kwargs.get(CACHE) is not None)
+    has_user_cache = model_kwargs.get(CACHE) is not None
+    is_static = config.cache_implementation == "static" and not has_user_cache
+    return Call(generate, backbone, drafter, options, new_cache, has_user_cache, is_static=is_static)
 
 
 def plan_of(
@@ -196,9 +199,12 @@ def plan_of(
         session = with_forced(session, made, drafter.longest_draft())
     unfixed = unrecorded = None
     models = verifier_model, *([drafter] if isinstance(drafter, nn.Module) else [])
-    if config.cache_implementation == "static" and not call.has_user_cache and takes_fixed_size(backbone):
+    if call.is_static and (call.new_cache is not None or takes_fixed_size(backbone)):
         unfixed = obstacle_to_fixed(made, session, verifier, keywords is not None and not keywords.are_plain)
+        if call.new_cache is not None and (made.draft_tree is not None or not hasattr(verifier_model, "fixed_cache")):
+            unfixed = unfixed or f"{'trees' if made.draft_tree else 'drafts'} on a cache of the model's own"
         unrecorded = unfixed or obstacle_to_graphs(*models)
+    if call.is_static and call.new_cache is None and takes_fixed_size(backbone):
         has_singles = made.schedule == "adaptive" or not made.speculates
         kwargs = model_kwargs, config, has_singles, unfixed is None, unrecorded is None
         model_kwargs[CACHE] = planned_cache(backbone, *kwargs)
@@ -276,7 +282,7 @@ def _obstacle_before(
     has_ids = model_kwargs.get("inputs_embeds") is None or model_kwargs.get("input_ids") is not None
     if drafter.reads_prompt and not has_ids:
         return "inputs_embeds without the input_ids of the prompt"
-    if config.cache_implementation == "static" and (has_own_cache or not takes_fixed_size(backbone)):
+    if config.cache_implementation == "static" and not (has_own_cache or takes_fixed_size(backbone)):
         return "cache_implementation='static'"
     return _obstacle_of_config(config) or drafter.obstacle(config, model_kwargs)
 

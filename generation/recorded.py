@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .backbone.static import StaticBackbone
+from .backbone.static import HeldBuffers
 from .backbone.target import Target
 from .call.sequences import FixedSequences, Graphs, NewTokens
 from .contract import DraftTree, PrefillOutput
@@ -29,7 +29,7 @@ class RecordedLoop(GuardedLoop):
     """In tensors with constant addresses."""
 
     fixed: FixedSequences
-    target: StaticBackbone
+    target: Any  # Target & HeldBuffers
     recorder: Recorder | None = None  # records and replays; None: nothing does
     ahead: Cycle | None = None  # launched, and not read by the host yet
     is_whole = False  # the host is needed nowhere within a cycle
@@ -42,7 +42,7 @@ class RecordedLoop(GuardedLoop):
     def _first(self, outputs: PrefillOutput) -> None:
         super()._first(outputs)
         plan, target, results = self.plan, self.target, self.results
-        room, hold = target.layout.capacity - results.unwritten, target.held
+        room, hold = target.room - results.unwritten, target.held
         results.tokens = self.fixed = FixedSequences(results.tokens, room, hold)
         results.stopping.hold(hold, self.fixed.ids.device)
         self.verifier.hold(hold, room - self.fixed.prompt_length)
@@ -149,7 +149,7 @@ class StatefulRecordedLoop(StatefulLoop, RecordedLoop):
 def static_loop_of(plan: Plan, target: Target) -> GuardedLoop:
     """Return the loop of a call on a static cache; the statistics say why nothing is recorded."""
     is_stateful = plan.watch is not None
-    if isinstance(target, StaticBackbone) and target.buffers is not None and target.is_fixed:
+    if isinstance(target, HeldBuffers) and target.buffers is not None and target.is_fixed:
         return (StatefulRecordedLoop if is_stateful else RecordedLoop)(plan, target)
     loop = (StatefulLoop if is_stateful else GuardedLoop)(plan, target)
     reason = plan.unfixed or "another cache than transformers' own"

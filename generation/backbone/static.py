@@ -24,9 +24,9 @@ from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, P
 from transformers.cache_utils import DynamicLayer
 
 from ..call.sequences import NewTokens
-from ..contract import CacheView, DraftTree, States, TargetOutput, each_state
+from ..contract import CacheView, DraftTree, SpeculativeCache, States, TargetOutput, each_state
 from .cache import CacheLayout, KeysAndValues, RaggedLayer, laid_out, rounded
-from .target import RaggedBackbone
+from .target import OwnCacheBackbone, RaggedBackbone
 from .wrapped_models import Kwargs, untyped
 
 
@@ -252,7 +252,51 @@ class DrafterLayer(FixedLayer):
         return super().update(key_states, value_states)
 
 
-class StaticBackbone(RaggedBackbone):
+class HeldBuffers:
+    """The buffers of a call, on whose tensors cycles of fixed shapes run.
+
+    Attributes:
+        buffers: None where neither cycles nor forwards have fixed shapes.
+        made: How many tensors the buffers had made before the call.
+        room: Columns of the tokens of a call.
+        widest: Tokens of the widest block so far.
+        marks: What shapes forwards (`graphs.fingerprint`).
+    """
+
+    buffers: Buffers | None = None
+    made = room = 0
+    widest = 1
+    is_fixed = False
+    marks: tuple[object, ...] = ()
+
+    def held(self, name: str, value: Tensor) -> Tensor:
+        return self.buffers.hold(name, value) if self.is_fixed and self.buffers is not None else value
+
+    def buffer_use(self) -> tuple[int, int]:
+        """Return the bytes of the buffers, and how many this call made."""
+        return (0, 0) if self.buffers is None else (self.buffers.nbytes, self.buffers.made - self.made)
+
+    def fits(self) -> bool:
+        """Put the prompt in the buffers of an earlier call where they have its sizes, and return whether they do."""
+        return True
+
+
+class OwnStaticBackbone(HeldBuffers, OwnCacheBackbone):
+    """A model whose own cache can be of a fixed size (`fixed_cache`), for `limit` tokens and blocks of `span`."""
+
+    def __init__(self, model: PreTrainedModel, cache: SpeculativeCache, limit: int, span: int) -> None:
+        super().__init__(model, cache)
+        self.buffers, self.is_fixed = lend(model, self), True
+        self.made, kept = self.buffers.made, self.buffers.tensors.get("tokens.ids")
+        self.room = max(rounded(limit + span), 0 if kept is None else kept.shape[1])
+        self.marks, self.takes_trees = (self.room, span), False
+        self.cache = untyped(model).fixed_cache(cache, self.room, span, self.held)
+
+    def align(self, columns: int) -> None:
+        self.cache = untyped(self.cache).restored()
+
+
+class StaticBackbone(HeldBuffers, RaggedBackbone):
     """A model on a cache of a fixed size; `span` is the longest block, as far as it is known."""
 
     layout_type = FixedLayout
@@ -268,20 +312,17 @@ class StaticBackbone(RaggedBackbone):
         self.buffers = lend(self.model, self) if self.is_fixed or self.compiled is not None else None
         self.made = 0 if self.buffers is None else self.buffers.made
         self.has_singles, self.has_slots = cache.has_singles, False
-        self.span, self.widest, self.laid_out, self.forwards = span, 1, (0, 0), Counter[int]()
+        self.span, self.laid_out, self.forwards, self.room = span, (0, 0), Counter[int](), self.layout.capacity
         cache.room = cache.compiled = None  # who is given it decodes as with any other
         if self.is_fixed:
             self.layout.hold(self.held, "cache")
             self.continuation.hold(self.held)
-
-    def held(self, name: str, value: Tensor) -> Tensor:
-        return self.buffers.hold(name, value) if self.is_fixed and self.buffers is not None else value
+        self.marks = self.layout.capacity, span, self.is_padded, self.continuation.start is None, self.how
 
     def fixed_layout(self, size: int, limit: int, span: int, name: str) -> DrafterLayout | None:
         return DrafterLayout(self, size, limit, span, name) if self.is_fixed else None
 
     def fits(self) -> bool:
-        """Put the prompt in the buffers of an earlier call where they have its sizes, and return whether they do."""
         layers = [(n, layer) for n, layer in enumerate(self.cache.layers) if isinstance(layer, FixedLayer)]
         found = [(layer, self.buffers and self.buffers.tensors.get(f"cache.{n}.keys")) for n, layer in layers]
         if any(kept is None or kept.shape[2] != self.layout.size(layer.is_sliding) for layer, kept in found):
@@ -295,15 +336,6 @@ class StaticBackbone(RaggedBackbone):
             for index, layer in enumerate(self.cache.layers):
                 if isinstance(layer, FixedLayer):
                     layer.lay_out(index, self.buffers)
-
-    @property
-    def marks(self) -> tuple[object, ...]:
-        """What shapes forwards (`graphs.fingerprint`)."""
-        return self.layout.capacity, self.span, self.is_padded, self.continuation.start is None, self.how
-
-    def buffer_use(self) -> tuple[int, int]:
-        """Return the bytes of the buffers, and how many this call made."""
-        return (0, 0) if self.buffers is None else (self.buffers.nbytes, self.buffers.made - self.made)
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
         self.new_tokens = new

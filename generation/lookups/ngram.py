@@ -71,6 +71,7 @@ class NgramSession(DraftSession):
 
     def begin(self, outputs: object, view: CacheView) -> None:
         self.is_fixed = view.is_fixed
+        self.branches = self.branches if view.takes_trees or not view.is_fixed else 1
 
     def kinds(self, tokens: Sequences) -> list[int]:
         self.quality = self._quality(tokens)  # [B, W]

@@ -133,11 +133,11 @@ class EvaBlock:
     def with_mask(self, dtype: torch.dtype, explicit: bool) -> EvaBlock:
         """Build the mask; `explicit` requires one even where `is_causal` would do (eager attention)."""
         if self.is_long:
-            self.mask = _additive(self._visible_by_window(), dtype)
+            self.mask = additive(self._visible_by_window(), dtype)
         elif self.tree is not None:
-            self.mask = _additive(self._visible_in_tree(self.tree), dtype)[:, None]  # [R, 1, M, S]
+            self.mask = additive(self._visible_in_tree(self.tree), dtype)[:, None]  # [R, 1, M, S]
         elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
-            self.mask = _additive(self._visible(), dtype)[:, None]  # [R or 1, 1, M, S]
+            self.mask = additive(self._visible(), dtype)[:, None]  # [R or 1, 1, M, S]
         return self
 
     def _slots(self, summaries: int = 0) -> Tensor:
@@ -188,7 +188,8 @@ class EvaBlock:
         return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], dim=-1).flatten(0, 1)[:, None]
 
 
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what attention adds for visibility of any shape."""
     return visible.to(dtype).log_()  # 0 where visible, -inf elsewhere
 
 
@@ -367,12 +368,12 @@ class EvaCacheLayer(CacheLayerMixin):
         if block.is_uniform and block.tree is None:
             start = block.summaries[0]
             return self.keys[:, :, start : start + total], self.values[:, :, start : start + total]
-        slots = _for_states(block.raw_slots(total), self.keys)  # [R, H, total, d]
+        slots = for_states(block.raw_slots(total), self.keys)  # [R, H, total, d]
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         for buffer in (self.keys, self.values):
-            buffer.scatter_(2, _for_states(target, buffer), buffer.gather(2, _for_states(source, buffer)))
+            buffer.scatter_(2, for_states(target, buffer), buffer.gather(2, for_states(source, buffer)))
 
     def summarise_after(self, block: EvaBlock, summarise: Summarise) -> None:
         """Fold the windows before the last one of a long forward, and free their memory."""
@@ -504,5 +505,6 @@ class EvaByteCache(Cache):
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
 
-def _for_states(slots: Tensor, states: Tensor) -> Tensor:
+def for_states(slots: Tensor, states: Tensor) -> Tensor:
+    """Return slots [R, k] as an index of states [R, H, S, d]."""
     return slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])  # [R, H, k, d]

@@ -42,6 +42,7 @@ from ..heads.official import LAYERS, MTPC, load_tensors
 from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 from .cache import EvaByteCache
+from .fixed import FixedEvaByteCache
 
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
@@ -532,3 +533,9 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Pr
 
     def own_cache(self) -> Callable[[], EvaByteCache]:
         return partial(EvaByteCache, self.config)
+
+    def fixed_cache(
+        self, cache: EvaByteCache, room: int, span: int, hold: Callable[[str, Tensor], Tensor]
+    ) -> FixedEvaByteCache:
+        """Return a cache of a fixed size with what another one holds; see `FixedEvaByteCache`."""
+        return FixedEvaByteCache(cache, [each.self_attn.summarise for each in self.model.layers], room, span, hold)

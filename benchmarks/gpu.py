@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --shapes 8B --batches 1 --drafts EAGLE-3 --modes compiled
     python benchmarks/gpu.py --all --seconds 3600         # also batch 32 and contexts of 4,096
     python benchmarks/gpu.py --evabyte                    # EvaByte with the heads of MtPC's tables (`gpu_evabyte`)
+    python benchmarks/gpu.py --all-parts --seconds 600    # all that a GPU is to be asked (`gpu_parts`)
     python benchmarks/gpu.py --smoke                      # a tiny shape on any machine
 
 Random weights of true shapes, made on the GPU in bfloat16; nothing is loaded. A verification costs what it costs, and
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_evabyte
+import gpu_parts
 import torch
 import transformers
 from measuring import show
@@ -70,9 +72,14 @@ def _few(model: LlamaForCausalLM) -> int:
     return min(32000, model.config.vocab_size // 2)
 
 
+def _eagle3(model: LlamaForCausalLM) -> EagleHead:
+    return EagleHead.from_backbone(model, version=3, draft_vocab_size=_few(model))
+
+
 DRAFTERS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "n-grams": lambda model: NgramDrafter(num_tokens=DRAFTS).attach(model),
-    "EAGLE-3": lambda model: EagleHead.from_backbone(model, version=3, draft_vocab_size=_few(model)),
+    "EAGLE-3": _eagle3,
+    "EAGLE-3-tree": _eagle3,
     "HMM": lambda model: MTPHeads.from_backbone(
         model, window=DRAFTS + 1, head_type="hmm", rank=8, draft_vocab_size=_few(model)
     ),
@@ -199,6 +206,8 @@ def measure(row: Row, model: LlamaForCausalLM, arguments: argparse.Namespace) ->
         if drafter is not None:
             drafter.eval() if isinstance(drafter, torch.nn.Module) else None
             options["num_assistant_tokens"] = DRAFTS
+            if row.drafts.endswith("tree"):
+                options["draft_tree"] = {"depth": DRAFTS, "top_k": 4, "total_tokens": 24}
         for _ in range(arguments.calls):
             row.calls.append(decode(model, drafter, ids, plan, arguments.new_tokens, **options))
     except Exception as error:  # the other rows are worth having
@@ -298,20 +307,26 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--calls", type=int, default=3, help="of every row; the first one compiles")
     parser.add_argument("--seconds", type=float, default=520, help="no row begins that would not end by then")
     parser.add_argument("--json", type=Path, help="where to write the cycles of all calls")
+    parser.add_argument("--all-parts", action="store_true", help="all that a GPU is to be asked, in `--seconds`")
+    parser.add_argument("--windows", nargs="+", type=int, default=[8, 16], help="of EvaByte's heads")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 8, 32, 64, 128], help="of EvaByte's circuits")
     parser.add_argument("--evabyte", action="store_true", help="EvaByte with all heads of MtPC's tables, instead")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, to see that everything runs")
     arguments = parser.parse_args(words)
     if arguments.smoke:
         arguments.shapes, arguments.batches, arguments.contexts = ["tiny"], [1, 2], [16]
-        arguments.new_tokens, arguments.calls = 12, 2
+        arguments.new_tokens, arguments.calls, arguments.windows, arguments.ranks = 12, 2, [8], [4]
     elif not torch.cuda.is_available():
         parser.error("this machine has no GPU: --smoke runs a tiny shape")
     if arguments.all:
         arguments.batches, arguments.contexts = [1, 8, 32], [512, 4096]
+    if arguments.all_parts:
+        if any(part["code"] for part in gpu_parts.run(arguments).values()):
+            raise SystemExit("a part failed")
+        return
     if arguments.evabyte:
-        cells = gpu_evabyte.run(arguments, made_on)
-        if arguments.json:
-            store(arguments.json, facts_of(arguments), cells)
+        facts = facts_of(arguments)
+        gpu_evabyte.run(arguments, made_on, lambda cells: arguments.json and store(arguments.json, facts, cells))
         return
     if any(row.error for row in run(arguments)):
         raise SystemExit("a row failed")

@@ -9,6 +9,7 @@ what launching them takes. With the acceptance of a paper's table as the other f
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from tokenahead.generation.loop import SpeculativeLoop
 from tokenahead.generation.recorded import RecordedLoop
 from tokenahead.modeling.heads.attached import HeadSession
 
-TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, chunk_size=16)
+TINY = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, window_size=64, chunk_size=16
+)
 KINDS = "cp", "hmm", "btree"
 CONTEXTS = {"ff": 1, "hmm": 8}
 """Ranks of the heads that are timed with leaves that read the bytes before, too."""
@@ -34,13 +37,14 @@ CONTEXTS = {"ff": 1, "hmm": 8}
 
 @dataclass
 class Cell:
-    """Medians of the cycles of one head, in milliseconds."""
+    """Medians of the cycles of one head, in milliseconds; a replayed one has no parts."""
 
     kind: str
     window: int
     rank: int
     context: int
     batch: int
+    mode: str
     cycle: float
     draft: float
     verify: float
@@ -56,7 +60,7 @@ def heads_of(windows: list[int], ranks: list[int]) -> Iterator[tuple[str, int, i
 
 
 @contextmanager
-def timed(device: torch.device, session: Any) -> Iterator[dict[str, list[float]]]:
+def timed(device: torch.device, session: Any, has_parts: bool) -> Iterator[dict[str, list[float]]]:
     """Times of cycles, drafts and verifications inside."""
     times: dict[str, list[float]] = {"cycle": [], "draft": [], "verify": []}
 
@@ -71,17 +75,19 @@ def timed(device: torch.device, session: Any) -> Iterator[dict[str, list[float]]
 
         return run
 
-    kept = [(SpeculativeLoop, "_verified"), (SpeculativeLoop, "_cycle"), (RecordedLoop, "_cycle")]
-    functions = [vars(kind)[name] for kind, name in kept]
-    for (kind, name), function, said in zip(kept, functions, ("verify", "cycle", "cycle")):
-        setattr(kind, name, waiting(said, function))
-    propose = session.propose
-    session.propose = waiting("draft", propose)
+    parts = {
+        (SpeculativeLoop, "_verified"): "verify",
+        (SpeculativeLoop, "_cycle"): "cycle",
+        (session, "propose"): "draft",
+    }
+    kept = parts if has_parts else {(RecordedLoop, "_cycle"): "cycle"}  # nobody waits within a recording
+    functions = {key: vars(key[0])[key[1]] for key in kept}
+    for (kind, name), said in kept.items():
+        setattr(kind, name, waiting(said, functions[kind, name]))
     try:
         yield times
     finally:
-        session.propose = propose
-        for (kind, name), function in zip(kept, functions):
+        for (kind, name), function in functions.items():
             setattr(kind, name, function)
 
 
@@ -90,39 +96,41 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(model: Any, head: tuple[str, int, int, int], batch: int, length: int, new_tokens: int) -> Cell:
+def measure(model: Any, head: tuple[str, int, int, int], batch: int, mode: str, length: int, new_tokens: int) -> Cell:
     """One cell of the table; `model` has the head."""
     torch.manual_seed(0)
     ids = torch.randint(64, 320, (batch, length), device=model.device)
     options = dict(do_sample=True, top_k=0, max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
-    untyped(model).generate(ids, **options | {"max_new_tokens": 8})  # kernels are loaded
-    with timed(model.device, HeadSession) as times:
+    options |= {"cache_implementation": "static"} if mode == "recorded" else {}
+    untyped(model).generate(ids, **options)  # kernels are loaded, and cycles recorded
+    gc.collect()
+    with timed(model.device, HeadSession, mode == "eager") as times:
         out = untyped(model).generate(ids, **options)
-    middle = {name: statistics.median(values) for name, values in times.items()}
-    return Cell(*head, batch, **middle, tokens_per_call=out.speculation.tokens_per_call)
+    middle = {name: statistics.median(values or [0.0]) for name, values in times.items()}
+    return Cell(*head, batch, mode, **middle, tokens_per_call=out.speculation.tokens_per_call)
 
 
-def run(arguments: Any, made_on: Callable[[torch.device], Any]) -> list[Cell]:
-    """Measure head by head, as far as the time goes; the backbone is made once per window."""
+def run(arguments: Any, made_on: Callable[[torch.device], Any], keep: Callable[[list[Cell]], None]) -> list[Cell]:
+    """Measure head by head, as far as the time goes, and `keep` all so far; the backbone is made once per window."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     begun, cells = time.perf_counter(), list[Cell]()
-    windows, ranks = ([8], [1, 4]) if arguments.smoke else ([8, 16], [1, 8, 32, 64, 128])
-    for head in heads_of(windows, ranks):
+    model, made = None, 0
+    for head in heads_of(arguments.windows, arguments.ranks):
         if time.perf_counter() - begun > arguments.seconds:
             print(f"left out for want of time: {head}", flush=True)
             continue
         kind, window, rank, context = head
-        config = EvaByteConfig(
-            **(TINY if arguments.smoke else {}), num_pred_heads=window,
-            mtp_head={"head_type": kind, "rank": rank, "window": window, "context": context},
-        )  # fmt: skip
         with made_on(device):
-            model = EvaByteForMTPC(config).to(device).eval()
-        for batch in arguments.batches:
-            cells.append(measure(model, head, batch, 16 if arguments.smoke else 1024, arguments.new_tokens))
+            if made != window:
+                model = None  # before the next one takes its room
+                config = EvaByteConfig(**(TINY if arguments.smoke else {}), num_pred_heads=window)
+                model, made = EvaByteForMTPC(config).to(device).eval(), window
+            model.set_head(head_type=kind, rank=rank, window=window, context=context)
+        for batch, mode in product(arguments.batches, ("eager", "recorded")):
+            cells.append(measure(model, head, batch, mode, 16 if arguments.smoke else 1024, arguments.new_tokens))
             print(asdict(cells[-1]), flush=True)
-        del model
-    names = "head", "n", "r", "context", "batch", "cycle, ms", "drafting", "verification", "tokens per call"
+            keep(cells)
+    names = "head", "n", "r", "context", "batch", "mode", "cycle, ms", "drafting", "verification", "tokens per call"
     shown = ([f"{each:.2f}" if isinstance(each, float) else each for each in astuple(cell)] for cell in cells)
     show(names, shown, "EvaByte")
     return cells

@@ -17,7 +17,9 @@ from transformers import StoppingCriteria
 
 from tokenahead.extending import DraftTree, VerificationResult
 from tokenahead.generation.call.sequences import Sequences
+from tokenahead.generation.contract import descend, path_columns
 from tokenahead.generation.results import Results
+from tokenahead.generation.tensors.masks import cached_arange
 from tokenahead.generation.verification.verifiers import Verifier
 
 
@@ -95,8 +97,13 @@ class PlannedVerifier(Verifier):
         if tree.tokens.shape[1]:
             most = tree.tokens.shape[1] if tree.num_nodes is None else tree.num_nodes
             accepted = self.plan.index_select(0, self.done)[0].clamp(max=most)  # [B]
-            tokens = torch.cat([tree.tokens, tree.tokens[:, :1]], dim=1)
-            result = VerificationResult(accepted, tokens, check=result.check)
+            drafts, path = tree.tokens, None
+            if not tree.is_chain:  # along its first path
+                reached = descend(tree, torch.ones_like(drafts, dtype=torch.bool))  # [B, m + 1]
+                path, accepted = path_columns(reached, tree.depth), torch.minimum(accepted, reached.sum(1) - 1)
+                drafts = drafts.gather(1, (path[:, 1:] - 1).clamp(min=0))  # [B, k]
+                path = path.gather(1, torch.minimum(cached_arange(path.shape[1], path.device), accepted[:, None]))
+            result = VerificationResult(accepted, torch.cat([drafts, drafts[:, :1]], 1), path, result.check)
         self.accepted.index_copy_(0, self.done, result.num_accepted[None])
         self.done.add_(1)
         return result
@@ -114,7 +121,7 @@ class PlannedVerifier(Verifier):
 
 @contextmanager
 def planned(drafter: Any, plan: Tensor, clock: Clock) -> Iterator[list[PlannedVerifier]]:
-    """Calls with `drafter` accept by plan; yields their verifiers, one per call. Chains only.
+    """Calls with `drafter` accept by plan; yields their verifiers, one per call. Of trees the first path is followed.
 
     The clock marks when the host has read the prompt's token, and every cycle.
     """

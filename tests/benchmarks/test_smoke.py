@@ -42,7 +42,7 @@ SCRIPTS = {
 }
 """Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
 PARTS = {"analysis", "corpus", "measuring", "other_loops", "planned", "smollm2_kinds", "studies"}
-PARTS |= {"gpu_evabyte", "training_tables"}
+PARTS |= {"gpu_evabyte", "gpu_parts", "training_tables"}
 PARTS |= {f"serving_{part}" for part in ("cases", "engine", "models")}
 """Modules that scripts import."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.backbones import backbone, prompts, train_eagle, train_heads
-from tests.models import left_padded
+from tests.models import left_padded, tiny_model
 from tokenahead import MTPHeads, NgramDrafter, SuffixDrafter, free_buffers
 from tokenahead.testing import chi_square
 
@@ -91,6 +91,19 @@ def test_whole_cycles_of_heads_are_replayed(mode):
     assert [each.graphs.recorded for each in told] == [1, 0] and not told[0].graphs.reasons
     assert told[1].graphs.replayed["cycle"] == told[1].backbone_calls - 1
     assert free_buffers(model)
+
+
+@pytest.mark.parametrize("kind", ["ff", *RANKED])
+def test_cycles_of_evabyte_are_replayed_across_windows(kind):
+    rank = {"rank": 2} if kind in RANKED else {}
+    model = tiny_model(mtp_head=dict(head_type=kind, window=4, **rank), num_pred_heads=4).to("cuda", torch.float64)
+    plain = model.generate(**batch_of(3), **GREEDY, use_mtp=False)
+    for recorded in (1, 0):
+        options = dict(use_mtp=True, return_dict_in_generate=True, cache_implementation="static")
+        out = model.generate(**batch_of(3), **GREEDY, **options)
+        told = out.speculation.graphs
+        assert torch.equal(out.sequences, plain) and (told.recorded, told.reasons) == (recorded, {})
+    assert told.replayed["cycle"] == out.speculation.backbone_calls - 1
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -50,7 +50,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
 
     remote_classes = {"AutoModel": "BlockDrafter"}
     loss_unit = "place"
-    counts_sequences = True  # every sequence has its number of blocks, so that trainers do not join rows
     recomputes = False  # training computes rows of blocks again in backward (activation checkpointing)
 
     def __init__(self, config: BlockDrafterConfig) -> None:
@@ -71,6 +70,10 @@ class BlockDrafter(ForeignLayoutsMixin, BlockNetwork):
     def learned_without_thinking(self) -> bool:
         """Whether its authors trained it on answers without thinking, as those of other layouts did."""
         return self.config.layout != "tokenahead"
+
+    @property
+    def counts_sequences(self) -> bool:
+        return True  # every sequence has its number of blocks, so that trainers do not join rows
 
     @property
     def law(self) -> str:

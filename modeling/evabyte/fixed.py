@@ -27,8 +27,6 @@ Hold = Callable[[str, Tensor], Tensor]
 class FixedBlock(EvaBlock):
     """Geometry of one forward of `length` tokens, M, after those that the cache has."""
 
-    is_long = False
-
     def __init__(self, sequences: FixedLengths, length: int) -> None:
         ends, chunk = sequences.ends, sequences.chunk
         super().__init__(length, sequences.window, chunk, [], [], [], [], ends.device, lambda: (ends, ends))
@@ -38,6 +36,10 @@ class FixedBlock(EvaBlock):
         self.chunks = first + cached_arange((length + 2 * chunk - 2) // chunk, ends.device)  # [B, K], that it reaches
         of_chunks = first * chunk + cached_arange(self.chunks.shape[1] * chunk, ends.device)  # [B, K C]
         self.written, self.read = sequences.columns(self.tokens), sequences.columns(of_chunks)
+
+    @property
+    def is_long(self) -> bool:
+        return False
 
     def positions(self) -> Tensor:
         return self.tokens
@@ -130,8 +132,9 @@ class FixedEvaByteCache(EvaByteCache):
         self.origin = origin
         self.sequences = FixedLengths(origin.sequences, room, span, origin.layers[0].keys.device, hold)
         parts = enumerate(zip(origin.layers, summaries, strict=True))
-        layers = [FixedEvaLayer(self.sequences, layer, each, hold, str(n)) for n, (layer, each) in parts]
-        Cache.__init__(self, layers=layers)
+        Cache.__init__(
+            self, layers=[FixedEvaLayer(self.sequences, layer, each, hold, str(n)) for n, (layer, each) in parts]
+        )
 
     def keep_last(self, fed: int, kept: NewTokens, path: Tensor | None = None) -> None:
         self.sequences.ends.add_(kept.on_device)

@@ -538,4 +538,5 @@ class EvaByteForMTPC(WindowHeadMixin, StrictLoadingMixin, MTPGenerationMixin, Pr
         self, cache: EvaByteCache, room: int, span: int, hold: Callable[[str, Tensor], Tensor]
     ) -> FixedEvaByteCache:
         """Return a cache of a fixed size with what another one holds; see `FixedEvaByteCache`."""
-        return FixedEvaByteCache(cache, [each.self_attn.summarise for each in self.model.layers], room, span, hold)
+        summaries = [untyped(each).self_attn.summarise for each in self.model.layers]
+        return FixedEvaByteCache(cache, summaries, room, span, hold)

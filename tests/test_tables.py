@@ -49,7 +49,7 @@ HELD = {
     ],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/measuring.md": ["backbone, drafter"],
-    "docs/methods/block.md": ["law | seeds", "law | steps"],
+    "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
     "docs/methods/ptp.md": ["two tokens", "N | student"],
     "docs/methods/recycling.md": ["drafter | tokens per call"],
     "docs/online.md": ["steps of the policy"],
@@ -108,6 +108,13 @@ def test_drafters_as_they_come():
     for head, name in (("way, one sequence", "defaults_avx2"), ("way, eight sequences", "defaults_avx2_batch")):
         found = defaults.summary(read(ROOT / "docs" / "results" / f"{name}.json"))
         assert sorted(table("docs/benchmarks.md", head)) == sorted(found)
+
+
+def test_budgets_of_block_trees():
+    found = read(ROOT / "docs" / "results" / "block_budgets.json")
+    ways = [found[way]["independent/final"] for way in ("greedy", "sampled")]
+    rows = [[budget, *("{:.2f} ± {:.2f}".format(*way[budget]) for way in ways)] for budget in ways[0]]
+    assert table("docs/methods/block.md", "nodes, b included") == rows
 
 
 def test_acceptance_along_long_answers():

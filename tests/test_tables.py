@@ -105,7 +105,8 @@ def means(steps: list[dict[str, float]], key: str, first: int, width: int, form:
 
 
 def test_drafters_as_they_come():
-    for head, name in (("way, one sequence", "defaults_avx2"), ("way, eight sequences", "defaults_avx2_batch")):
+    ways = {"one sequence": "", "T = 1": "_sampled", "eight sequences": "_batch"}
+    for head, name in ((f"way, {way}", f"defaults_avx2{name}") for way, name in ways.items()):
         found = defaults.summary(read(ROOT / "docs" / "results" / f"{name}.json"))
         assert sorted(table("docs/benchmarks.md", head)) == sorted(found)
 

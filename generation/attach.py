@@ -292,7 +292,8 @@ class GeneratePatch:
                 raise RuntimeError(f"this {name} is not attached to this {own} (copies are not): call attach(backbone)")
             if backbone.config.get_text_config().vocab_size != self.vocab_size:  # resized since
                 drafter.check_backbone(backbone)
-            return generate(**prepared_call(generate, backbone, drafter, args, kwargs))
+            new_cache = getattr(backbone, "own_cache", lambda: None)()
+            return generate(**prepared_call(generate, backbone, drafter, args, kwargs, new_cache))
 
     def _unnamed(self, kwargs: Kwargs) -> AttachableDrafter | None:
         """Return the drafter of a call that names no assistant; a ValueError where `use_mtp=True` demands one."""

@@ -13,15 +13,6 @@ from tests.matrix import models
 from tokenahead import DrafterCascade
 
 
-class EvaByteConformance(DrafterConformance):
-    """A model with a special cache."""
-
-    def test_static_cache(self, entry):
-        """Nothing is drafted there."""
-        with pytest.raises(ValueError, match="use_mtp=True cannot be combined with cache_implementation"):
-            entry.generate(entry.inputs(1), cache_implementation="static")
-
-
 class LookUpConformance(DrafterConformance):
     """A drafter that remembers texts, of all rows and calls."""
 
@@ -67,7 +58,6 @@ class StudentConformance(DrafterConformance):
 
 
 KINDS = {
-    "evabyte-": EvaByteConformance,
     "suffix-mistral": LookUpConformance,
     "recycling-qwen3": LookUpConformance,
     "lookahead-mistral": LookUpConformance,

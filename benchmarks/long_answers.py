@@ -3,6 +3,8 @@
     python benchmarks/long_answers.py SmolLM2-135M-Instruct --prompts spec_bench.jsonl --texts 2 \\
         --methods "EAGLE-1=eagle:model_cards/smollm2/eagle1" "n-grams=ngram" "suffixes=suffix"
     python benchmarks/long_answers.py model_cards/box --raw --prompts code.jsonl --new-tokens 3900 --methods own ngram
+    python benchmarks/long_answers.py model_cards/box --raw --prompts code.jsonl --new-tokens 3900 --methods own \\
+        --texts 8 --learn-every 500 --learning '{"learning_rate": 1e-3, "updates": 8}' --output within.json
 
 The file of results holds `Speculation.by_hundreds` of every text, by model and method, and is continued. The texts of a
 method are one batch, drawn at T = 1. An error is that of a ratio of sums over hundreds of tokens, which are taken as
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +24,12 @@ from typing import Any
 
 import torch
 from measuring import markdown, resumed
+from torch import Tensor
 
+from tokenahead.modeling.common.online import OnlineLearner, Row
 from tokenahead.training.evaluation import PromptEncoder, repeated_share, sampled
 from tokenahead.training.evaluation.decoding import Method, methods_of
-from tokenahead.training.evaluation.drafts import Batch, ratio_of_sums
+from tokenahead.training.evaluation.drafts import Batch, DraftMeasures, ratio_of_sums, text_of
 from tokenahead.training.evaluation.prompts import read_prompts
 from tokenahead.training.loading import load_model
 
@@ -50,6 +55,55 @@ def measure(method: Method, batch: Batch, new_tokens: int) -> dict[str, Any]:
         "repeated": [round(repeated_share(ids), 3) for ids in out.sequences[:, batch["input_ids"].shape[1] :].tolist()],
         "texts": [row.by_hundreds for row in rows],
     }
+
+
+def write_in_parts(method: Method, batch: Batch, new_tokens: int, every: int) -> tuple[list[Tensor], list[list[Row]]]:
+    """Return texts [1, L] written in calls of `every` tokens that go on with them, and these parts with states."""
+    recorder = OnlineLearner(method.drafter, capacity=batch["input_ids"].numel() + len(batch["input_ids"]) * new_tokens)
+    torch.manual_seed(1)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    for start in range(0, new_tokens, every):
+        count = min(every, new_tokens - start)
+        options = sampled(1.0).options | {"max_new_tokens": count, "min_new_tokens": count}
+        ids = method.generate(input_ids=ids, attention_mask=mask, **options).sequences
+        mask = torch.nn.functional.pad(mask, (0, count), value=1)
+    recorder.freeze()
+    rows = recorder.buffer.rows
+    return [own[real.bool()][None] for own, real in zip(ids, mask)], [rows[at :: len(ids)] for at in range(len(ids))]
+
+
+def expected_along(
+    method: Method, text: Tensor, parts: list[Row], learning: dict[str, Any] | None
+) -> list[list[float]]:
+    """Return by part of a text its tokens and the verifications that they are expected to take.
+
+    With `learning`, options of `OnlineLearner`, the drafter has learned from the parts before; it forgets at the end.
+    """
+    drafting, calls, end = method.drafter.drafting_part, list[list[float]](), text.shape[1]
+    before, learner = deepcopy(drafting.state_dict()), OnlineLearner(method.drafter, **learning or {})
+    starts = [end - sum(len(row["input_ids"]) - 1 for row in parts[at:]) for at in range(len(parts))]
+    for row, start, stop in zip(parts, starts, [*starts[1:], end]):
+        measures = DraftMeasures(1.0, method.options.get("num_assistant_tokens"))
+        found = measures.add(method.drafter, text_of(text[:, :start], text[:, start:stop])).calls["block"]
+        calls.append([int(found.tokens.sum()), float(found.calls.sum())])
+        if learning is not None and stop < end:
+            learner.buffer.add([row])
+            learner.update()
+    learner.freeze()
+    drafting.load_state_dict(before)
+    return calls
+
+
+def learning_summary(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of expected tokens per verification by quarters of the texts, and what the last one gains."""
+    rows, first = list[list[str]](), torch.empty(0)
+    for name, calls in results.items():
+        rates = torch.stack([q[..., 0].sum(1) / q[..., 1].sum(1) for q in torch.tensor(calls).chunk(4, 1)], 1)  # [N, 4]
+        first = first if rows else rates[:, -1]
+        gains = (rates[:, -1] - first) / first.mean()
+        gain = f"{100 * gains.mean():+.1f} % ± {100 * gains.std() / len(gains) ** 0.5:.1f} %" if rows else ""
+        rows.append([name, str(len(rates)), *(f"{rate:.2f}" for rate in rates.mean(0)), gain])
+    return ["learning within a text", "texts", "first quarter", "second", "third", "last", "gain in the last"], rows
 
 
 def cell(texts: list[list[dict[str, int]]], start: int, stop: int) -> str:
@@ -86,6 +140,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=2000)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path, default=Path("long_answers.json"))
+    parser.add_argument("--learn-every", type=int, help="learn after so many tokens of a text; expected verifications")
+    parser.add_argument("--learning", nargs="+", default=["{}"], help="options of `OnlineLearner`, as JSON")
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments.model, arguments.dtype, "cpu")
     encoder = PromptEncoder(tokenizer, chats=not arguments.raw)
@@ -94,11 +150,18 @@ def main() -> None:
     methods, refused = methods_of(arguments.methods, model)
     if refused:
         raise SystemExit(json.dumps(refused))
-    ways = {
-        f"{Path(arguments.model).name}, {each.name}": partial(measure, each, batch, arguments.new_tokens)
-        for each in methods[1:]
-    }
-    print(markdown(*summary(resumed(arguments.output, ways, lambda name: ways[name]()))))
+    call = batch, arguments.new_tokens
+    if arguments.learn_every:
+        texts = list(zip(*write_in_parts(methods[1], *call, arguments.learn_every)))
+
+        def along(name: str) -> Any:
+            return [expected_along(methods[1], *text, json.loads(name)) for text in texts]
+
+        table = learning_summary(resumed(arguments.output, ("null", *arguments.learning), along))
+    else:
+        ways = {f"{Path(arguments.model).name}, {each.name}": partial(measure, each, *call) for each in methods[1:]}
+        table = summary(resumed(arguments.output, ways, lambda name: ways[name]()))
+    print(markdown(*table))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@
 The file of results holds `Speculation.by_hundreds` of every text, by model and method, and is continued. The texts of a
 method are one batch, drawn at T = 1. An error is that of a ratio of sums over hundreds of tokens, which are taken as
 independent.
+
+With `--learn-every`, texts are written in calls that go on with them, and the first method's drafter learns between these
+from what they verified. Verifying keeps the texts' distribution, so that it is compared with the drafter that does not
+learn ("null") along the same texts, by expected verifications; an error is that over texts.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from tokenahead.training.regeneration import regenerate
 FOLDER = ROOT / "benchmarks"
 BLOCKS = '--dtype float32 --draft-tokens 100 --options {"law":"independent","block_size":4}'
 MEASURE = "measure --model llama --folder . --questions prompts.jsonl --dtype float32"
+LEARNS = "--texts 2 --methods eagle=eagle:eagle1"
 GROUPS = "--steps 2 --group 2 --tokens 4"
 SCRIPTS = {
     "analyze": "--help",
@@ -31,6 +32,7 @@ SCRIPTS = {
     "gpu": "--smoke --drafts none --seconds 0",
     "grpo": "--model llama --head eagle1 --prompts prompts.jsonl --drafters none suffix --cpu " + GROUPS,
     "long_answers": "llama --raw --prompts prompts.jsonl --texts 2 --new-tokens 6 --methods eagle=eagle:eagle1 ngram",
+    "long_answers, learning": "llama --raw --prompts prompts.jsonl --new-tokens 8 --learn-every 4 " + LEARNS,
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
     "serving": "--table",
     "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",

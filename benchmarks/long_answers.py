@@ -10,9 +10,9 @@ The file of results holds `Speculation.by_hundreds` of every text, by model and 
 method are one batch, drawn at T = 1. An error is that of a ratio of sums over hundreds of tokens, which are taken as
 independent.
 
-With `--learn-every`, texts are written in calls that go on with them, and the first method's drafter learns between these
-from what they verified. Verifying keeps the texts' distribution, so that it is compared with the drafter that does not
-learn ("null") along the same texts, by expected verifications; an error is that over texts.
+With `--learn-every`, texts are written in calls that go on with them, and the first method's drafter learns between
+these from what they verified. That leaves the texts' distribution as it is, so that it is compared with the drafter that
+does not learn ("null") along the same texts, by expected verifications. An error is then that over texts.
 """
 
 from __future__ import annotations
@@ -83,14 +83,15 @@ def expected_along(
 
     With `learning`, options of `OnlineLearner`, the drafter has learned from the parts before; it forgets at the end.
     """
-    drafting, calls, end = method.drafter.drafting_part, list[list[float]](), text.shape[1]
+    drafting, calls = method.drafter.drafting_part, list[list[float]]()
     before, learner = deepcopy(drafting.state_dict()), OnlineLearner(method.drafter, **learning or {})
-    starts = [end - sum(len(row["input_ids"]) - 1 for row in parts[at:]) for at in range(len(parts))]
-    for row, start, stop in zip(parts, starts, [*starts[1:], end]):
+    stop = text.shape[1] - sum(len(row["input_ids"]) - 1 for row in parts)
+    for row in parts:
+        start, stop = stop, stop + len(row["input_ids"]) - 1
         measures = DraftMeasures(1.0, method.options.get("num_assistant_tokens"))
         found = measures.add(method.drafter, text_of(text[:, :start], text[:, start:stop])).calls["block"]
         calls.append([int(found.tokens.sum()), float(found.calls.sum())])
-        if learning is not None and stop < end:
+        if learning is not None and row is not parts[-1]:
             learner.buffer.add([row])
             learner.update()
     learner.freeze()

@@ -11,8 +11,8 @@ method are one batch, drawn at T = 1. An error is that of a ratio of sums over h
 independent.
 
 With `--learn-every`, texts are written in calls that go on with them, and the first method's drafter learns between
-these from what they verified. That leaves the texts' distribution as it is, so that it is compared with the drafter that
-does not learn ("null") along the same texts, by expected verifications. An error is then that over texts.
+these from what they verified. That leaves the texts' distribution as it is, so that it is compared with the drafter
+that does not learn ("null") along the same texts, by expected verifications. An error is then that over texts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def measure(method: Method, batch: Batch, new_tokens: int) -> dict[str, Any]:
 
 def write_in_parts(method: Method, batch: Batch, new_tokens: int, every: int) -> tuple[list[Tensor], list[list[Row]]]:
     """Return texts [1, L] written in calls of `every` tokens that go on with them, and these parts with states."""
-    recorder = OnlineLearner(method.drafter, capacity=batch["input_ids"].numel() + len(batch["input_ids"]) * new_tokens)
+    recorder = OnlineLearner(method.drafter, capacity=2**24)
     torch.manual_seed(1)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     for start in range(0, new_tokens, every):
@@ -85,11 +86,10 @@ def expected_along(
     """
     drafting, calls = method.drafter.drafting_part, list[list[float]]()
     before, learner = deepcopy(drafting.state_dict()), OnlineLearner(method.drafter, **learning or {})
-    stop = text.shape[1] - sum(len(row["input_ids"]) - 1 for row in parts)
-    for row in parts:
-        start, stop = stop, stop + len(row["input_ids"]) - 1
+    sizes = [int(row["labels"].ge(0).sum()) for row in parts]  # a row may hold the text before its part, too
+    for row, size, start in zip(parts, sizes, accumulate(sizes, initial=text.shape[1] - sum(sizes))):
         measures = DraftMeasures(1.0, method.options.get("num_assistant_tokens"))
-        found = measures.add(method.drafter, text_of(text[:, :start], text[:, start:stop])).calls["block"]
+        found = measures.add(method.drafter, text_of(text[:, :start], text[:, start : start + size])).calls["block"]
         calls.append([int(found.tokens.sum()), float(found.calls.sum())])
         if learning is not None and row is not parts[-1]:
             learner.buffer.add([row])

@@ -52,7 +52,7 @@ HELD = {
     "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
     "docs/methods/ptp.md": ["two tokens", "N | student"],
     "docs/methods/recycling.md": ["drafter | tokens per call"],
-    "docs/online.md": ["steps of the policy"],
+    "docs/online.md": ["steps of the policy", "learning within a text"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
     "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed"],
     "docs/training.md": ["trainer | "],
@@ -121,6 +121,11 @@ def test_budgets_of_block_trees():
 def test_acceptance_along_long_answers():
     head, rows = long_answers.summary(read(ROOT / "docs" / "results" / "long_answers.json"))
     assert table("docs/measuring.md", *head) == rows
+
+
+def test_learning_within_long_answers():
+    head, rows = long_answers.learning_summary(read(ROOT / "docs" / "results" / "learning_within.json"))
+    assert table("docs/online.md", *head) == rows
 
 
 def test_a_policy_that_moves():

@@ -16,7 +16,7 @@ from tokenahead.training.regeneration import regenerate
 FOLDER = ROOT / "benchmarks"
 BLOCKS = '--dtype float32 --draft-tokens 100 --options {"law":"independent","block_size":4}'
 MEASURE = "measure --model llama --folder . --questions prompts.jsonl --dtype float32"
-LEARNS = "--texts 2 --methods eagle=eagle:eagle1"
+LEARNS = "--texts 2 --methods eagle=eagle:eagle1 --output learning.json"
 GROUPS = "--steps 2 --group 2 --tokens 4"
 SCRIPTS = {
     "analyze": "--help",

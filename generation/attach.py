@@ -20,7 +20,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..configuration.fields import field
 from .backbone.backbones import check_model
-from .backbone.wrapped_models import Kwargs, drop_collectors, fingerprint, same_backbone, unwrap
+from .backbone.wrapped_models import Kwargs, drop_collectors, fingerprint, own_cache_of, same_backbone, unwrap
 from .call.options import first_set
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
@@ -233,6 +233,7 @@ class GeneratePatch:
 
     def __init__(self, backbone: PreTrainedModel, link: CopyLink, vocab_size: int) -> None:
         self.backbone, self.link, self.vocab_size = backbone, link, vocab_size
+        self.new_cache = own_cache_of(backbone)
         link.backbone, self.drafters = backbone, link.drafters
         for drafter in self.drafters:  # of a copy or a pickle, and made before the backbone
             drafter._backbones = [backbone]
@@ -292,8 +293,7 @@ class GeneratePatch:
                 raise RuntimeError(f"this {name} is not attached to this {own} (copies are not): call attach(backbone)")
             if backbone.config.get_text_config().vocab_size != self.vocab_size:  # resized since
                 drafter.check_backbone(backbone)
-            new_cache = getattr(backbone, "own_cache", lambda: None)()
-            return generate(**prepared_call(generate, backbone, drafter, args, kwargs, new_cache))
+            return generate(**prepared_call(generate, backbone, drafter, args, kwargs, self.new_cache))
 
     def _unnamed(self, kwargs: Kwargs) -> AttachableDrafter | None:
         """Return the drafter of a call that names no assistant; a ValueError where `use_mtp=True` demands one."""

@@ -199,15 +199,16 @@ def plan_of(
         session = with_forced(session, made, drafter.longest_draft())
     unfixed = unrecorded = None
     models = verifier_model, *([drafter] if isinstance(drafter, nn.Module) else [])
-    if call.is_static and (call.new_cache is not None or takes_fixed_size(backbone)):
+    has_own = call.new_cache is not None
+    if call.is_static and (has_own or takes_fixed_size(backbone)):
         unfixed = obstacle_to_fixed(made, session, verifier, keywords is not None and not keywords.are_plain)
-        if call.new_cache is not None and (made.draft_tree is not None or not hasattr(verifier_model, "fixed_cache")):
+        if has_own and (made.draft_tree is not None or not hasattr(verifier_model, "fixed_cache")):
             unfixed = unfixed or f"{'trees' if made.draft_tree else 'drafts'} on a cache of the model's own"
         unrecorded = unfixed or obstacle_to_graphs(*models)
-    if call.is_static and call.new_cache is None and takes_fixed_size(backbone):
-        has_singles = made.schedule == "adaptive" or not made.speculates
-        kwargs = model_kwargs, config, has_singles, unfixed is None, unrecorded is None
-        model_kwargs[CACHE] = planned_cache(backbone, *kwargs)
+        if not has_own:
+            has_singles = made.schedule == "adaptive" or not made.speculates
+            kwargs = model_kwargs, config, has_singles, unfixed is None, unrecorded is None
+            model_kwargs[CACHE] = planned_cache(backbone, *kwargs)
     return Plan(
         call=call,
         prompt=prompt,

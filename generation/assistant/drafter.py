@@ -25,7 +25,7 @@ from ...configuration.fields import field, has_short_convolutions
 from ..attach import AttachableDrafter
 from ..backbone.backbones import can_roll_back, check_model
 from ..backbone.target import is_recurrent
-from ..backbone.wrapped_models import carries_adapters, check_whole, has_own_cache, uncompiled, untyped, unwrap
+from ..backbone.wrapped_models import carries_adapters, check_whole, own_cache_of, uncompiled, untyped, unwrap
 from ..call.options import CallOptions, DraftOptions
 from ..contract import DraftSession
 from ..tensors.masks import check_attention
@@ -148,7 +148,7 @@ class AssistantDrafter(AttachableDrafter):
         self.vocabulary = self.translation = None
         if not borrows_states(self.model.config):
             check_model(self.model, "choose another assistant")
-        if has_own_cache(self.model):
+        if own_cache_of(self.model):
             name = type(self.model).__name__
             raise ValueError(f"the assistant {name} has its own kind of cache; choose one on transformers' caches")
         if self.tokenizers != (None, None):
@@ -218,7 +218,7 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     if not 1 <= layers < whole:
         raise ValueError(f"layers={layers!r} must be from 1 to {whole - 1}: {kind} has {whole} layers")
     linear = isinstance(model.get_output_embeddings(), nn.Linear)
-    if config.get_text_config() is not config or has_own_cache(model) or carries_adapters(model) or not linear:
+    if config.get_text_config() is not config or own_cache_of(model) or carries_adapters(model) or not linear:
         raise ValueError(f"{kind} cannot be cut to layers={layers}: pass a plain language model, without adapters")
     check_whole(model, f"layers={layers} of {kind}")
     for name, value in config.to_dict().items():  # layer_types, and other fields with an entry per layer

@@ -39,7 +39,7 @@ from .cache import STATES
 from .special import CompressedLayer, own_columns
 from .static import PlannedCache, StaticBackbone
 from .target import DynamicCacheBackbone, RaggedBackbone, Traits, is_recurrent, traits_of
-from .wrapped_models import Kwargs, has_own_cache
+from .wrapped_models import Kwargs, own_cache_of
 
 
 class RealignedBackbone(DynamicCacheBackbone):
@@ -240,7 +240,7 @@ def _unfit(model: PreTrainedModel) -> str | None:
     if not model._is_stateful and not any(_takes(kind, cache) for cache in NAMES):
         return f"its forward takes no {CACHE}"
     # with ALiBi only distances count; a model of states decodes plainly, or has its own rollback
-    is_free = traits_of(model).has_alibi or model._is_stateful or has_own_cache(model)
+    is_free = traits_of(model).has_alibi or model._is_stateful or own_cache_of(model) is not None
     if not is_free and not any(_takes(type(part), "position_ids") for part in (model, model.get_decoder())):
         return "its forward takes no position_ids"
     return None

@@ -26,6 +26,8 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ..contract import SpeculativeCache
+
 Model = TypeVar("Model")
 Kwargs = dict[str, Any]  # keyword arguments by name
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
@@ -59,9 +61,9 @@ def input_embeddings(model: PreTrainedModel) -> nn.Embedding:
     return cast(nn.Embedding, model.get_input_embeddings())
 
 
-def has_own_cache(model: PreTrainedModel) -> bool:
-    """Return whether a model has caches of its own class (`own_cache`), and not those of transformers."""
-    return getattr(model, "own_cache", lambda: None)() is not None
+def own_cache_of(model: PreTrainedModel) -> Callable[[], SpeculativeCache] | None:
+    """Return the constructor of a model's own class of cache (`own_cache`); None: it has caches of transformers."""
+    return getattr(model, "own_cache", lambda: None)()
 
 
 def is_base(method: Callable[..., object]) -> bool:

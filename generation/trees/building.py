@@ -53,8 +53,7 @@ def of_real(tree: DraftTree, real: Tensor, is_cut: bool = True) -> DraftTree:
     counts, tokens, parents, probs = real.sum(1), tree.tokens, tree.parents, tree.probs
     if not tree.is_chain:
         order = (~real).sort(stable=True).indices  # [B, m]
-        places = torch.nn.functional.pad(order.argsort(1) + 1, (1, 0))  # [B, m + 1], from an index to its new one
-        tokens, parents = tokens.gather(1, order), places.gather(1, parents.gather(1, order) + 1) - 1
+        tokens, parents = _renumbered(tokens, parents, order)
         probs = None if probs is None else taken(probs, torch.nn.functional.pad(order + 1, (1, 0)))
     size = int(counts.max()) if is_cut else tokens.shape[1]
     if size < tokens.shape[1]:
@@ -116,13 +115,16 @@ def dynamic_tree(
 
 def _prune(values: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> DraftTree:
     """Return the tree of the candidates [B, n] of largest values, whose parents are numbers of candidates."""
-    size = min(size, values.shape[1])
     chosen = _best(values, size).sort(-1).values  # [B, m], in rising order, parents first
+    return DraftTree(*_renumbered(tokens, parents, chosen), depth=depth)
+
+
+def _renumbered(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens and parents [B, m] of `chosen` candidates of [B, n], their parents among them, in that order."""
     index = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))  # [B, n + 1]
     # from a candidate to its node, both counted from 1; 0 is the bonus token
-    index.scatter_(1, chosen + 1, (cached_arange(size, tokens.device) + 1).expand_as(chosen))
-    parents = index.gather(1, parents.gather(1, chosen) + 1) - 1  # [B, m]
-    return DraftTree(tokens.gather(1, chosen), parents, depth=depth)
+    index.scatter_(1, chosen + 1, (cached_arange(chosen.shape[1], tokens.device) + 1).expand_as(chosen))
+    return tokens.gather(1, chosen), index.gather(1, parents.gather(1, chosen) + 1) - 1
 
 
 def drawn_tree(
@@ -325,8 +327,6 @@ def prefix_tree(steps: Tensor, tokens: Tensor, size: int, costs: BlockCosts | No
         found = found[:, : max(costs.best((-found[..., 0]).exp().mean(0).tolist()), 1)]
     parents, places, ranks = found[..., 1:].long().to(tokens.device).unbind(-1)  # [B, n] each
     order = ((places * size + parents) * tokens.shape[-1] + ranks).argsort(1)  # level by level, as trees grow elsewhere
-    index = torch.nn.functional.pad(order.argsort(1) + 1, (1, 0))  # [B, n + 1], from a parent and 1 to its new place
-    parents = index.gather(1, parents.gather(1, order) + 1) - 1
-    nodes = tokens.flatten(1).gather(1, (places * tokens.shape[-1] + ranks).gather(1, order))
+    nodes, parents = _renumbered(tokens.flatten(1).gather(1, places * tokens.shape[-1] + ranks), parents, order)
     is_chain = bool((places == cached_arange(places.shape[1], places.device)).all())
     return DraftTree.chain(nodes) if is_chain else DraftTree(nodes, parents, depth=int(places.max()) + 1)

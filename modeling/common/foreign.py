@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from ...configuration.fields import check_options, field
 from ...configuration.foreign_fields import ROPE, agreed
 from ...generation.attach import adopt_fields
-from ...generation.backbone.wrapped_models import Kwargs, has_own_cache, input_embeddings, untyped
+from ...generation.backbone.wrapped_models import Kwargs, input_embeddings, own_cache_of, untyped
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import (
     HUB_OPTIONS,
@@ -66,7 +66,7 @@ class ForeignLayoutsMixin(DraftModel):
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         check_kind(backbone)
         super().check_backbone(backbone)
-        if has_own_cache(backbone):
+        if own_cache_of(backbone):
             raise ValueError(f"backbone: the cache of a {type(backbone).__name__} is its own, which no drafter follows")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...configuration.fields import field, refuse
 from ...configuration.ptp import PTPConfig
-from ...generation.backbone.wrapped_models import has_own_cache
+from ...generation.backbone.wrapped_models import own_cache_of
 from ...generation.tensors.masks import check_attention
 
 GREEDY = -1.0
@@ -121,7 +121,7 @@ def check_backbone(backbone: PreTrainedModel, reads_logits: bool = False) -> Non
     reasons = [
         (slides, f"sliding_window={window}; {needed}"),
         (others, f"layers of {others}; {needed}"),
-        (has_own_cache(backbone), "its attention has its own cache and takes no dense masks"),
+        (own_cache_of(backbone), "its attention has its own cache and takes no dense masks"),
         (backbone._is_stateful, "a recurrent state cannot be cropped, so that nothing can be verified"),
         ("position_ids" not in takes, "its forward takes no position_ids"),
     ]

@@ -17,7 +17,7 @@ from ...generation.attach import AttachableDrafter, NoGenerationMixin
 from ...generation.contract import requested_states
 from ...generation.drafter import DrafterFacts
 from ..heads.context import add_tables
-from ..heads.family import distribution_after, window_distribution
+from ..heads.family import distribution_after, init_head, window_distribution
 from ..heads.losses import counts_of_update, depth_weights
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
@@ -124,6 +124,14 @@ class DraftModel(OwnLossMixin, StrictLoadingMixin, AttachableDrafter, PreTrained
                 raise ValueError("d2t must name distinct token ids in ascending order")
             self._part = (key, DraftVocabulary(ids, self.config.vocab_size))
         return self._part[1]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        init_head(module, getattr(self.config, "initializer_range", 0.02))
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        super()._initialize_weights(module)  # of custom code, modules without weights of their own are left out
 
     def set_draft_ids(self, draft_ids: Tensor) -> None:
         """Set which tokens are drafted, [Vd] distinct token ids."""

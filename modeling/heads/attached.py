@@ -546,10 +546,5 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         features = self.features(outputs.hidden_states, attention_mask, position_ids)
         return self.distribution_of_features(features)
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        init_head(module, self.config.initializer_range)
-
 
 DRAFTERS["heads"] = MTPHeads

@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.modeling.heads.backbones import shaken
 from tests.tree_worlds import V as WORDS
 from tests.tree_worlds import World, all_trees, emitted_distribution
+from tokenahead import BlockDrafter
 from tokenahead.configuration.block import LAW_OPTIONS, BlockDrafterConfig
 from tokenahead.modeling.block.laws import LAWS
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
@@ -43,12 +44,15 @@ def law_of(kind, vocabulary=PART, m=M, **changes):
     return shaken(build_law(options.pop("law"), vocabulary, m, **options).double(), 0.8)
 
 
-def build_law(law, vocabulary=PART, m=M, **options):
-    config = BlockDrafterConfig(
+def config_of(law, vocabulary=PART, m=M, **options):
+    return BlockDrafterConfig(
         vocab_size=vocabulary.vocab_size, draft_vocab_size=len(vocabulary), own_unembedding=True, hidden_size=D,
-        num_attention_heads=1, head_dim=4, block_size=m, feature_layers=[1], num_hidden_layers=1, law=law,
+        num_attention_heads=1, head_dim=4, block_size=m, feature_layers=[1], num_hidden_layers=1, law=law, **options,
     )  # fmt: skip
-    return LAWS[law](config, **options)
+
+
+def build_law(law, vocabulary=PART, m=M, **options):
+    return LAWS[law](config_of(law, vocabulary, m), **options)
 
 
 def inputs_of(vocabulary=PART, count=1, m=M):
@@ -230,13 +234,11 @@ def blocks_of(law, m=M):
 
 
 @torch.no_grad()
-def test_new_laws_start_as_independent_places():
+def test_new_drafters_start_with_independent_places():
     for kind in KINDS.keys() - {"domino", "domino-free"}:  # whose authors draw all weights
-        law = law_of(kind, WHOLE, **({"top_k": 5} if kind == "selector" else {}))
-        for module in law.modules():
-            if hasattr(module, "reset_head"):
-                module.reset_head(0.02)
-        close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
+        options = {"law": kind} | KINDS[kind] | ({"top_k": 5} if kind == "selector" else {})
+        law = BlockDrafter(config_of(options.pop("law"), WHOLE, law_options=options)).joint_law
+        close(blocks_of(law.double()), blocks_of(law_of("independent", WHOLE)))
 
 
 def test_every_weight_learns():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from tests.backbones import backbone
 from tests.models import tiny_model
-from tokenahead import MTPHeadConfig
+from tokenahead import MTPHeadConfig, MTPHeads
 from tokenahead.configuration.head_families import HEAD_FAMILIES
 from tokenahead.modeling.common.backbone_parts import BackboneParts
 from tokenahead.modeling.heads.family import FAMILIES, build_head, init_head, window_distribution
@@ -42,6 +43,22 @@ def test_a_head_built_alone_starts_as_in_a_model():
     head = build_head(MTPHeadConfig(head_type="ff", window=4), 32, 200)
     init_head(head, std=0.5)
     assert 0.45 < head.weight.std().item() < 0.55
+
+
+def test_new_heads_start_as_their_modules_say():
+    for options in ({"head_type": kind} for kind in FAMILIES):
+        for more in [{}, {"block": "ffn"}] if options["head_type"] == "medusa" else [{}]:
+            heads = MTPHeads.from_backbone(backbone(), window=3, **options | more)
+            again, found = copy.deepcopy(heads), dict(heads.named_parameters())
+            for parameter in again.parameters():
+                parameter._is_hf_initialized = False
+            for module in reversed([*again.modules()]):
+                init_head(module)
+            for name, parameter in again.named_parameters():
+                assert parameter.any() or not found[name].any(), (options, name)
+            if options["head_type"] == "hydra":  # the state passes, and what tokens say comes from nothing
+                close = heads.head.firsts[1].res_connection.weight
+                assert close.equal(torch.eye(*close.shape)) and not heads.head.firsts[1].linear.weight.any()
 
 
 def test_copies_of_a_model_draft_with_their_own_unembedding():

@@ -16,6 +16,7 @@ from ..backbone.wrapped_models import Kwargs
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
+from ..tensors.masks import cached_arange
 from ..trees.building import choices_from_accuracies, ranked_tree
 from .base import TableDrafter, TableSession
 
@@ -109,6 +110,11 @@ class RecyclingSession(TableSession):
 
     def positions(self, length: int) -> int:
         return 1 + sum(len(path) <= length for path in self.choices)
+
+    def kinds(self, tokens: Sequences) -> list[int]:
+        entries = self.table[tokens.last()]  # [B, k]
+        is_known = (entries != cached_arange(entries.shape[1], entries.device)).any(1)  # by what has been read
+        return [0 if known and not done else -1 for known, done in zip(is_known.tolist(), tokens.done)]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         if length < 1:

@@ -252,6 +252,22 @@ def test_a_cascade_chooses_by_who_drafts(monkeypatch):
     assert torch.equal(out, model.generate(ids, **common)) and {4} < set(kinds)
 
 
+def test_recycling_drafts_nothing_behind_a_token_of_which_nothing_is_known(monkeypatch):
+    dictate(monkeypatch, 0.001)
+    model, ids = backbone(vocabulary=40), prompts(1, vocabulary=40)[0][None]
+    common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+    drafter = RecyclingDrafter(top_k=3, num_tokens=3, total_tokens=8).attach(model)
+    out = model.generate(ids, assistant_model=drafter, **common, **EXPECTED, return_dict_in_generate=True)
+    assert out.sequences.equal(model.generate(ids, **common))
+    text, place, known, asked = out.sequences[0].tolist(), ids.shape[1], set(), []
+    for draft, accepted in zip(out.speculation.rows_drafts[0][:-3], out.speculation.rows_accepted[0]):
+        asked.append(text[place] in known)
+        assert bool(draft) == asked[-1]
+        known |= {text[place], *draft}
+        place += accepted + 1
+    assert asked[0] is False and any(asked)
+
+
 def test_a_schedule_by_the_clock_asks_for_no_kinds(monkeypatch):
     """The host would wait for them, and a recorded draft would read what was found outside of it."""
 

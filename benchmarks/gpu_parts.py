@@ -27,7 +27,8 @@ PARTS = {
     "plain": (90, f"{CELLS} --drafts none --modes compiled --calls 2"),
     "recorded": (110, f"{CELLS} --drafts {DRAFTS} --modes recorded"),
     "compiled": (140, f"{CELLS} --drafts EAGLE-3 HMM block --modes compiled --calls 2"),
-    "training": (60, "training.py --device cuda --shape 1B --only EAGLE-3 --length 512 --rounds 2"),
+    "training": (40, "training.py --device cuda --shape 1B --only EAGLE-3 --length 512 --rounds 2"),
+    "joined": (20, "training.py --device cuda --shape 1B --only EAGLE-3 --length 512 --rounds 1 --joined"),
 }
 """Seconds of ten minutes, and the words of every part; the first cycles of calls are a column of the cells."""
 SMOKE = {
@@ -36,6 +37,7 @@ SMOKE = {
     "recorded": f"gpu.py --smoke --drafts {DRAFTS} --modes recorded",
     "compiled": "gpu.py --smoke --drafts EAGLE-3 HMM block --modes compiled",
     "training": "training.py --shape tiny --length 8 --steps 1 --rounds 1 --only EAGLE-3",
+    "joined": "training.py --shape tiny --length 40 --steps 1 --rounds 1 --only EAGLE-3 --joined",
 }
 
 

@@ -4,6 +4,7 @@
     python benchmarks/training.py --only EAGLE-3 modules
     python benchmarks/training.py --table docs/results/training_cpu.json     # the tables of docs/training.md
     python benchmarks/training.py --device cuda --shape 1B --only EAGLE-3    # stored states, bfloat16
+    python benchmarks/training.py --only EAGLE-3 "joint FF" --joined         # rows of many lengths, beside padded ones
 
 Trainers of this library take steps of their `train`, AdamW included, in turns with their floor, in one process.
 Drafters on a frozen backbone learn from stored states (`cache_features`), and their floor are the products of their
@@ -23,6 +24,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +154,13 @@ class Bench:
                 return LlamaForCausalLM(self.config).eval()
         return LlamaForCausalLM(self.config).eval()
 
-    def trainer(self, kind: type[Trainer], model: Any, data: Any, rows: int = 8, **options: Any) -> Trainer:
-        """A trainer of all rows that shows nothing; transformers' 8 rows leave batches to the trainer."""
+    def trainer(
+        self, kind: type[Trainer], model: Any, data: Any, rows: int = 8, steps: int | None = None, **options: Any
+    ) -> Trainer:
+        """A silent trainer of all rows; transformers' 8 rows leave batches to the trainer, 0 steps are an epoch."""
+        steps = self.asked.steps + 1 if steps is None else steps or -1
         asked = TrainingArguments(
-            str(self.folder / "out"), max_steps=self.asked.steps + 1, per_device_train_batch_size=rows,
+            str(self.folder / "out"), max_steps=steps, num_train_epochs=1, per_device_train_batch_size=rows,
             report_to="none", save_strategy="no", disable_tqdm=True, learning_rate=1e-5, max_grad_norm=0.0,
             use_cpu=self.device.type == "cpu", bf16=self.device.type == "cuda", dataloader_pin_memory=False,
         )  # fmt: skip
@@ -232,6 +237,28 @@ class Bench:
             self.share_of_padding(case, model), min(1.0, of_backbone / whole), ms.get("plain"),
         )  # fmt: skip
 
+    def joined(self, name: str) -> dict[str, float]:
+        """Milliseconds per useful token of rows of log-normal lengths: as the trainer joins them, and padded."""
+        case, backbone = CASES[name], self.backbone()
+        torch.manual_seed(0)
+        sizes = (LENGTHS.sample((8 * (self.asked.steps + 1),)) * self.asked.length / 400).clamp(8, 4096).long().tolist()
+        rows = [
+            {"input_ids": ids, "labels": ids} for ids in (torch.randint(self.config.vocab_size, (n,)) for n in sizes)
+        ]
+        model = case.make(backbone)
+        data = cache_features(model, rows, self.folder / "lengths") if case.is_frozen else rows
+        padded = type("Padded", (case.trainer,), {"joins_rows": False})
+        epoch = {"rows": 8, "steps": 0} | (case.options or {})
+        ways = {"joined": self.trainer(case.trainer, model, data, **epoch)}
+        ways["padded"] = self.trainer(padded, case.make(self.backbone()), data, **epoch)
+
+        def train(trainer: Trainer) -> None:
+            trainer.train()
+            wait(self.device)
+
+        seconds = by_turns({way: partial(train, trainer) for way, trainer in ways.items()}, self.asked.rounds)
+        return {way: 1e3 * each / sum(sizes) for way, each in seconds.items()}
+
     def forward(self, backbone: Any) -> float:
         """Milliseconds per token of the backbone's forward without logits."""
         ids = torch.stack([row["input_ids"] for row in self.rows[: self.asked.rows]]).to(self.device)
@@ -254,6 +281,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="that are timed in every turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every trainer, after one to warm up")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--joined", action="store_true", help="joined and padded rows of many lengths, instead")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--table", type=Path, help="print the tables of such a file, and measure nothing")
     arguments = parser.parse_args()
@@ -266,10 +294,13 @@ def main() -> None:
     results: dict[str, Any] = {"facts": facts | {name: vars(arguments)[name] for name in names}, "rows": []}
     for name in arguments.only:
         with tempfile.TemporaryDirectory() as folder:
-            results["rows"].append(asdict(Bench(arguments, folder).row(name)))
+            bench = Bench(arguments, folder)
+            results["rows"].append(
+                {"trainer": name} | bench.joined(name) if arguments.joined else asdict(bench.row(name))
+            )
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(measured(results), costs(), sep="\n", end="")
+    print(json.dumps(results["rows"], indent=1) if arguments.joined else measured(results) + "\n" + costs(), end="")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import long_answers  # noqa: E402
 import other_loops  # noqa: E402
 import planned  # noqa: E402
 import serving  # noqa: E402
+import spec_bench  # noqa: E402
 import training_tables  # noqa: E402
 from analyze import analyze, drafter_and_data  # noqa: E402
 
@@ -29,5 +30,6 @@ __all__ = [
     "other_loops",
     "planned",
     "serving",
+    "spec_bench",
     "training_tables",
 ]

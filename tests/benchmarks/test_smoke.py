@@ -17,6 +17,7 @@ FOLDER = ROOT / "benchmarks"
 BLOCKS = '--dtype float32 --draft-tokens 100 --options {"law":"independent","block_size":4}'
 MEASURE = "measure --model llama --folder . --questions prompts.jsonl --dtype float32"
 LEARNS = "--texts 2 --methods eagle=eagle:eagle1 --output learning.json"
+ANSWERS = "--model llama --questions prompts.jsonl --runs 1 --new-tokens 6"
 GROUPS = "--steps 2 --group 2 --tokens 4"
 SCRIPTS = {
     "analyze": "--help",
@@ -39,7 +40,9 @@ SCRIPTS = {
     "smollm2, blocks": "train block --model llama --folder . --answers answers.npz --rows 3 --steps 1 " + BLOCKS,
     "smollm2, measured": MEASURE + " --per-category 1",
     "smollm2, trees": MEASURE + " --greedy --budgets 3 9",
+    "spec_bench": ANSWERS + " --trained EAGLE-1=eagle1 --decoded recycling --decodings greedy T=1",
     "training": "--shape tiny --length 8 --steps 1 --rounds 1",
+    "training, joined": "--shape tiny --length 40 --steps 1 --rounds 1 --only EAGLE-3 --joined",
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }
 """Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
@@ -77,7 +80,9 @@ def test_every_file_is_listed():
     assert {path.stem for path in FOLDER.glob("*.py")} == {name.split(",")[0] for name in SCRIPTS} | PARTS
 
 
-@pytest.mark.by_day("analyze", "decoding, batches", "drafters_table", "families_table", "grpo", "serving", "smollm2")
+@pytest.mark.by_day(
+    "analyze", "decoding, batches", "drafters_table", "families_table", "grpo", "serving", "smollm2", "spec_bench"
+)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_starts(name, work, monkeypatch, capsys):
     threads, file = torch.get_num_threads(), f"{name.split(',')[0]}.py"

@@ -94,7 +94,7 @@ def test_a_table_of_figures_has_raw_results_or_says_that_it_has_none():
 
 
 MEASURED = re.compile(
-    r"[\d.]*\d (?:ms|µs|s|milliseconds|microseconds|(?:tokens|bytes)(?:/s| (?:per|a) (?:second|call|verification|cycle))"
+    r"[\d.]*\d (?:ms|µs|s|milliseconds|microseconds|(?:tokens|bytes)(?:/s| (?:per|a) (?:second|call|verification))"
     r"|times (?:\*?compiled\*? )?(?:plain|as (?:fast|many|long)|the (?:time|speed))"
     r"|% (?:accept\w*|(?:more|fewer) tokens|slower|faster|of (?:the |its )?(?:time|steps?|drafts?|calls?|places?)))\b"
 )

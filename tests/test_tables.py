@@ -1,4 +1,4 @@
-"""Tables of README and docs whose raw results are in the repository: every cell follows from these.
+"""Tables of README and docs whose raw results are in the repository: every cell follows from these; prose names them.
 
 `docs/measuring.md` names these tables. Others of the box, of families and of engines have tests where they are made.
 """
@@ -86,9 +86,35 @@ def silent_tables(page):
     return silent
 
 
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+
+
 def test_a_table_of_figures_has_raw_results_or_says_that_it_has_none():
-    pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
-    assert {page: silent for page in pages if (silent := silent_tables(page))} == {}
+    assert {page: silent for page in PAGES if (silent := silent_tables(page))} == {}
+
+
+MEASURED = re.compile(
+    r"[\d.]*\d (?:ms|µs|s|milliseconds|microseconds|(?:tokens|bytes)(?:/s| (?:per|a) (?:second|call|verification))"
+    r"|times (?:\*?compiled\*? )?(?:plain|as (?:fast|many|long)|the (?:time|speed))"
+    r"|% (?:accept\w*|(?:more|fewer) tokens|slower|faster|of (?:the |its )?(?:time|steps?|drafts?|calls?|places?)))\b"
+)
+"""Figures of speed, time and acceptance as prose says them; lengths of trainings and texts are settings."""
+SOURCE = re.compile(r"(?:results/\w+|results|papers|serving)\.json|\*Raw results were not kept\.\*|not measured")
+
+
+def silent_prose(text: str) -> list[str]:
+    """Return the measured figures in paragraphs of sections, heading to heading, that name no raw results."""
+    sections = re.split(r"^(?=#+ )", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    silent = (section.splitlines() for section in sections if not SOURCE.search(section))
+    prose = (" ".join(line.strip() for line in lines if not line.startswith(("|", "    "))) for lines in silent)
+    return [match[0] for section in prose for match in MEASURED.finditer(section)]
+
+
+def test_prose_with_figures_is_in_a_section_with_raw_results():
+    told = "# A\nIt takes 3.1\nms, 2 times\nas long.\n    4 ms\n| 5 ms |\n# B\n6 ms ([raw](results/a.json))\n"
+    assert silent_prose(told) == ["3.1 ms", "2 times as long"]
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    assert {page: silent for page, text in texts.items() if (silent := silent_prose(text))} == {}
 
 
 def read(path: Path) -> Any:

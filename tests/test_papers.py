@@ -79,6 +79,8 @@ def circuits() -> Figures:
     cells = {kind: {"head_type": kind.lower(), "context": 0, "rank": 1 if kind == "FF" else 4} for kind in KINDS}
     ours = [listed({kind: box(window=window, **cell) for kind, cell in cells.items()}) for window in (8, 16)]
     released = listed({kind: box("box_released", head_type=kind.lower()) for kind in KINDS})
+    card = {row["name"]: row["speed_ups"] for row in read(ROOT / "model_cards" / "box" / "results.json")["results"]}
+    decoded = {kind: card[f"{name}, sampled, T=1"][1] for kind, name in (("FF", "ff"), ("HMM", "hmm 8"))}
     states = {f"r = {rank}:": box(head_type="hmm", window=8, context=0, rank=rank) for rank in (4, 8)}
     runs = {row["rank"]: row for row in read(RESULTS / "heads_by_rank.json")}
     forward = statistics.median(row["forward"] for row in runs.values())
@@ -98,7 +100,7 @@ def circuits() -> Figures:
         listed(adapted),
         None,
         of_kinds("2", "speedup", n="8"),
-        None,
+        listed({kind: f"{ratio:.2f}" for kind, ratio in decoded.items()}),
         of_kinds(published, "accepted"),
         None,
         of_kinds(published, "latency_ms"),

@@ -7,6 +7,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ HELD = {
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/measuring.md": ["backbone, drafter"],
     "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
-    "docs/methods/ptp.md": ["two tokens", "N | student"],
+    "docs/methods/ptp.md": ["source | two tokens", "N | student"],
     "docs/methods/recycling.md": ["drafter | tokens per call"],
     "docs/online.md": ["steps of the policy", "learning within a text"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
@@ -356,9 +357,15 @@ def test_the_cost_of_a_rank():
 
 
 def test_the_plane_of_two_uniforms():
-    found = read(ROOT / "docs" / "results" / "ptp_plane.json")["pairs"]
-    shares = {name: [f"{value:.0%}".replace("%", " %") for value in row.values()] for name, row in found.items()}
-    assert table("docs/methods/ptp.md", "two tokens") == [[name, *row] for name, row in shares.items()]
+    found = read(ROOT / "docs" / "results" / "ptp_plane.json")
+    expected = []
+    for source, name in product(dict.fromkeys(run["source"] for run in found), found[0]["pairs"]):
+        expected.append([source, name])
+        for share in ("right", "unlikely"):
+            values = [100 * run["pairs"][name][share] for run in found if run["source"] == source]
+            error = statistics.stdev(values) / len(values) ** 0.5
+            expected[-1].append(f"{statistics.fmean(values):.1f} ± {error:.1f} %")
+    assert table("docs/methods/ptp.md", "source", "two tokens") == expected
 
 
 def test_what_smollm2_implies_of_tokens_ahead():

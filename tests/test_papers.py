@@ -79,6 +79,8 @@ def circuits() -> Figures:
     cells = {kind: {"head_type": kind.lower(), "context": 0, "rank": 1 if kind == "FF" else 4} for kind in KINDS}
     ours = [listed({kind: box(window=window, **cell) for kind, cell in cells.items()}) for window in (8, 16)]
     released = listed({kind: box("box_released", head_type=kind.lower()) for kind in KINDS})
+    card = {row["name"]: row["speed_ups"] for row in read(ROOT / "model_cards" / "box" / "results.json")["results"]}
+    decoded = {kind: card[f"{name}, sampled, T=1"][1] for kind, name in (("FF", "ff"), ("HMM", "hmm 8"))}
     states = {f"r = {rank}:": box(head_type="hmm", window=8, context=0, rank=rank) for rank in (4, 8)}
     runs = {row["rank"]: row for row in read(RESULTS / "heads_by_rank.json")}
     forward = statistics.median(row["forward"] for row in runs.values())
@@ -98,7 +100,7 @@ def circuits() -> Figures:
         listed(adapted),
         None,
         of_kinds("2", "speedup", n="8"),
-        None,
+        listed({kind: f"{ratio:.2f}" for kind, ratio in decoded.items()}),
         of_kinds(published, "accepted"),
         None,
         of_kinds(published, "latency_ms"),
@@ -109,7 +111,9 @@ def circuits() -> Figures:
 
 
 def parallel() -> Figures:
-    runs, pairs = read(RESULTS / "ptp_text.json")["runs"], read(RESULTS / "ptp_plane.json")["pairs"]
+    runs, planes = read(RESULTS / "ptp_text.json")["runs"], read(RESULTS / "ptp_plane.json")
+    chains = [run["pairs"] for run in planes if run["source"] == "chain"]
+    unlikely = {kind: statistics.fmean(run[kind]["unlikely"] for run in chains) for kind in ("O-PTP", "independent")}
 
     def ours(slots: int, kind: str, mode: str = "coupled") -> str:
         found = (run[mode][0] for name, run in runs.items() if name.startswith(f"{kind}, N={slots}, seed"))
@@ -130,7 +134,7 @@ def parallel() -> Figures:
         listed({f"M = {m}:": cited("ptp", "7", f"M={m}", row="correct") for m in (1, 4, 16)}),
         listed({"M = 1:": ours(4, "one_hot"), "M = 2:": ours(4, "one_hot", "best of 2")}),
         theirs("figure_5", "incompatible pairs", "model", "PTP", "independent prediction"),
-        listed({name: f"{100 * pairs[name]['impossible']:.0f} %" for name in ("O-PTP", "independent")}),
+        listed({name: f"{100 * share:.1f} %" for name, share in unlikely.items()}),
         listed({text: cited("ptp", "4", "ce", proposal=row) for text, row in writers.items()}),
         None,
         specbench("O-PTP", "EAGLE-2", "Hydra", "EAGLE", "Medusa"),

@@ -7,6 +7,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,17 @@ HELD = {
     "README.md": ["drafter | training"],
     "docs/benchmarks.md": ["decoding | method", "category", "way, "],
     "docs/box.md": ["decoding | head"],
-    "docs/circuits.md": [
-        "head | context",
-        "head, context 3",
-        "drafter | steps",
-        "width, rank | decoding",
-        "rank | tokens per call",
-    ],
+    "docs/circuits.md": ["head | context", "head, context 3", "drafter | steps", "rank | tokens per call"],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/measuring.md": ["backbone, drafter"],
     "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
-    "docs/methods/ptp.md": ["two tokens", "N | student"],
+    "docs/methods/ptp.md": ["source | two tokens", "N | student"],
     "docs/methods/recycling.md": ["drafter | tokens per call"],
     "docs/online.md": ["steps of the policy", "learning within a text"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
     "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed"],
     "docs/training.md": ["trainer | "],
+    "docs/trees.md": ["head | chain of 6"],
 }
 """How tables begin that are compared with raw results."""
 NOT_MEASURED = {
@@ -287,6 +283,13 @@ def test_released_heads_of_the_box():
         assert [float(cell) for cell in shown] == pytest.approx([row["nll"], row["token"], row["block"]], abs=0.0051)
 
 
+def test_chains_and_trees_of_the_box():
+    found = read(ROOT / "docs" / "results" / "box_trees.json")
+    for (head, *cells), (name, ways) in zip(table("docs/trees.md", "head", "chain of 6"), found.items(), strict=True):
+        assert f"{head}, T = 1" == name
+        assert cells == [f"{way['tokens per call']:.2f} ± {way['error']:.2f}" for way in ways.values()]
+
+
 def bench_cells(row: dict[str, Any]) -> list[str]:
     """What the tables of a bench in docs/benchmarks.md show of a row, from its tokens per call on."""
     low, middle, high = row["speed_ups"]
@@ -380,9 +383,15 @@ def test_the_cost_of_a_rank():
 
 
 def test_the_plane_of_two_uniforms():
-    found = read(ROOT / "docs" / "results" / "ptp_plane.json")["pairs"]
-    shares = {name: [f"{value:.0%}".replace("%", " %") for value in row.values()] for name, row in found.items()}
-    assert table("docs/methods/ptp.md", "two tokens") == [[name, *row] for name, row in shares.items()]
+    found = read(ROOT / "docs" / "results" / "ptp_plane.json")
+    expected = []
+    for source, name in product(dict.fromkeys(run["source"] for run in found), found[0]["pairs"]):
+        expected.append([source, name])
+        for share in ("right", "unlikely"):
+            values = [100 * run["pairs"][name][share] for run in found if run["source"] == source]
+            error = statistics.stdev(values) / len(values) ** 0.5
+            expected[-1].append(f"{statistics.fmean(values):.1f} ± {error:.1f} %")
+    assert table("docs/methods/ptp.md", "source", "two tokens") == expected
 
 
 def test_what_smollm2_implies_of_tokens_ahead():

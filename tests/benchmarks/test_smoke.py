@@ -35,6 +35,7 @@ SCRIPTS = {
     "long_answers": "llama --raw --prompts prompts.jsonl --texts 2 --new-tokens 6 --methods eagle=eagle:eagle1 ngram",
     "long_answers, learning": "llama --raw --prompts prompts.jsonl --new-tokens 8 --learn-every 4 " + LEARNS,
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
+    "ptp_plane": "--minutes 0.001 --text llama --contexts 2 --grid 8 --figure plane.png",
     "serving": "--table",
     "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",
     "smollm2, blocks": "train block --model llama --folder . --answers answers.npz --rows 3 --steps 1 " + BLOCKS,

@@ -15,10 +15,8 @@ from corpus import ByteWindows, Corpus
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tokenahead import EvaByteTokenizer
 from tokenahead.training.box import code_prompts
-from tokenahead.training.evaluation import Bench, DraftMeasures, Prompt, PromptEncoder, Protocol
-from tokenahead.training.evaluation.decoding import drafting_method, plain_method
+from tokenahead.training.evaluation import DraftMeasures
 from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.features import FeatureDataset, StatesSource, cache_features
 from tokenahead.training.strategy import TrainingStrategy
@@ -148,15 +146,6 @@ def measured(drafter: Any, texts: torch.Tensor) -> DraftMeasures:
     for part in texts.split(ROWS):
         measures.add(drafter, text_of(part[:, :BEGUN], part[:, BEGUN:]))
     return measures
-
-
-def benched(model: Any, drafter: Any, prompts: list[str], modes: Any, new_tokens: int, **options: Any) -> Bench:
-    """Complete prompts with drafts and without, by turns, in several ways of decoding."""
-    methods = [plain_method(model), drafting_method("drafts", model, drafter, **options)]
-    encoder = PromptEncoder(EvaByteTokenizer(), chats=False)
-    bench = Bench(methods, encoder, Protocol(modes, new_tokens=new_tokens), control=False)
-    bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)])
-    return bench
 
 
 def beginnings(corpus: Corpus, count: int, new_tokens: int) -> list[str]:

@@ -27,7 +27,6 @@ SCRIPTS = {
     "decoding": "--new-tokens 6 --rounds 1",
     "decoding, batches": "--batch 2 --prompt-length 16 --new-tokens 6 --rounds 1 --processors history --drafter ngram",
     "defaults": "run --model llama --prompts prompts.jsonl --trained eagle=eagle1 --dtype float32 --new 4",
-    "drafters": "llama --seconds 0.1 --rows 4 --only hydra --prompts 1 --new-tokens 6",
     "drafters_table": "",
     "families_table": "--check",
     "gpu": "--smoke --drafts none --seconds 0",

@@ -99,7 +99,9 @@ def automaton(pattern: tuple[Any, ...], size: int = 320, offset: int = 64) -> Ta
     states, moves = {frozenset([pattern]): 0}, list[dict[int, int]]()
     for state in iter(lambda: list(states)[len(moves)] if len(moves) < len(states) else None, None):
         found = [pair for each in state for pair in nexts(each)]
-        after = {byte: frozenset(rest for own, rest in found if byte in own) for byte in set().union(*(f[0] for f in found))}
+        after = {
+            byte: frozenset(rest for own, rest in found if byte in own) for byte in set().union(*(f[0] for f in found))
+        }
         moves.append({byte: states.setdefault(target, len(states)) for byte, target in after.items()})
     following = torch.full((len(moves), size), -1)
     for state, own in enumerate(moves):
@@ -113,7 +115,12 @@ def through(step: Tensor, message: Tensor) -> Tensor:
 
 
 def drafted(
-    circuit: LatentDistribution, tokens: Tensor, states: Tensor, table: TableAutomaton, first: int, horizons: Sequence[int]
+    circuit: LatentDistribution,
+    tokens: Tensor,
+    states: Tensor,
+    table: TableAutomaton,
+    first: int,
+    horizons: Sequence[int],
 ) -> dict[int, Tensor]:
     """Return log q_h [N, n - first] of tokens [N, n] from the position `first` on, by h.
 
@@ -237,13 +244,16 @@ def measured(model: Any, table: TableAutomaton, texts: Tensor, begun: int) -> di
     return {"calls": along, "nats": {h: found / total for h, found in nats.items()}}
 
 
-def rows_of(box: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row per constraint, head and look-ahead."""
+def rows_of(box: Path, arguments: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield a row per constraint, head and look-ahead, but for those whose constraint and head are known."""
+    done = {(row["constraint"], row["head"]) for row in known}
     held_out = [row["text"] for row in json.loads((box / "held_out.json").read_text())]
     begun = [text[:BEGUN] for text in held_out if len(text) >= BEGUN and text[:BEGUN].isascii()][: arguments.texts]
     for name, (opening, pattern) in CONSTRAINTS.items():
         table = automaton(pattern)
         for kind in ("hmm", "btree"):
+            if (name, kind) in done:
+                continue
             model, tokenizer = load_box(kind, box)
             prompts = tokenizer([text + "\n" + opening for text in begun], return_tensors="pt")["input_ids"]
             torch.manual_seed(0)  # the same texts for both heads
@@ -253,8 +263,18 @@ def rows_of(box: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
             alone = found["calls"][0]
             for horizon, calls in found["calls"].items():
                 gain, error = ratio_of_sums(alone.calls, calls.calls)
-                row = {"constraint": name, "head": kind, "look-ahead": horizon, "tokens_per_call": calls.tokens_per_call}
-                row |= {"error": calls.standard_error, "gain": gain, "gain_error": error, "nats": found["nats"][horizon]}
+                row = {
+                    "constraint": name,
+                    "head": kind,
+                    "look-ahead": horizon,
+                    "tokens_per_call": calls.tokens_per_call,
+                }
+                row |= {
+                    "error": calls.standard_error,
+                    "gain": gain,
+                    "gain_error": error,
+                    "nats": found["nats"][horizon],
+                }
                 yield row | {"states": len(table.masks), "first": calls.by_position[0]}
 
 
@@ -283,11 +303,13 @@ def main() -> None:
         found = [enumerated(kind, seed) for seed in range(arguments.seeds)]
         worst = {key: max(each[key] for each in found) for key in found[0] if key.startswith("error")}
         means = {key: sum(each[key] for each in found) / len(found) for key in found[0] if key not in worst}
-        show(["", *worst, *means], [[kind, *(f"{x:.1e}" for x in worst.values()), *(f"{x:.3f}" for x in means.values())]])
+        show(
+            ["", *worst, *means], [[kind, *(f"{x:.1e}" for x in worst.values()), *(f"{x:.3f}" for x in means.values())]]
+        )
     if arguments.box is None:
         return
-    rows = []
-    for row in rows_of(arguments.box, arguments):
+    rows = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else []
+    for row in rows_of(arguments.box, arguments, list(rows)):
         rows.append(row)
         print(json.dumps(row), flush=True)
         if arguments.out:

@@ -4,8 +4,8 @@
     git archive 6343973e~1 model_cards/box | tar -x -C OLD          # heads whose leaves read no byte before them
     python benchmarks/constrained_circuits.py --box OLD/model_cards/box --out docs/results/constrained_circuits.json
 
-F(j, e) is the circuit's probability of the tokens x_1 .. x_j, followed by any that the automaton allows at j + 1 .. e: a
-sum over latent states times automaton states. A look-ahead of h tokens drafts, in a window of n,
+F(j, e) is the circuit's probability of the tokens x_1 .. x_j, followed by any that the automaton allows at j + 1 .. e:
+a sum over latent states times automaton states. A look-ahead of h tokens drafts, in a window of n,
 
     q_h(x_j | x_1 .. x_{j-1})  =  F(j, e) / F(j - 1, e),    e = min(j + h, n).
 

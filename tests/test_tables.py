@@ -41,7 +41,13 @@ HELD = {
     "README.md": ["drafter | training"],
     "docs/benchmarks.md": ["decoding | method", "category", "way, "],
     "docs/box.md": ["decoding | head"],
-    "docs/circuits.md": ["head | context", "head, context 3", "drafter | steps", "rank | tokens per call"],
+    "docs/circuits.md": [
+        "head | context",
+        "head, context 3",
+        "drafter | steps",
+        "rank | tokens per call",
+        "constraint | heads",
+    ],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/measuring.md": ["backbone, drafter"],
     "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
@@ -380,6 +386,18 @@ def test_the_cost_of_a_rank():
         cells = [f"{value:.2f}" for value in (*times, sum(times))]
         expected.append([str(row["rank"]), kept, *cells, f"{1e3 * float(kept) / sum(times):.0f}"])
     assert table("docs/circuits.md", "rank", "tokens per call") == expected
+
+
+def test_constraints_within_the_circuit():
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in read(ROOT / "docs" / "results" / "constrained_circuits.json"):
+        cell = "{tokens_per_call:.3f} ± {error:.3f}".format(**row)
+        if row["look-ahead"]:
+            cell = f"{100 * (row['gain'] - 1):+.1f} ± {100 * row['gain_error']:.1f} %"
+        head = row["head"].replace("hmm", "HMM").replace("btree", "BTree")
+        found.setdefault((row["constraint"], head), []).append(cell)
+    expected = [[*names, *cells, "", ""][:6] for names, cells in found.items()]  # with contexts one token ahead alone
+    assert table("docs/circuits.md", "constraint", "heads") == expected
 
 
 def test_the_plane_of_two_uniforms():

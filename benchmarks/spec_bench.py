@@ -193,12 +193,12 @@ class Study:
     def along(self, text: dict[str, Tensor], temperature: float) -> dict[str, list[float]]:
         """Return the tokens of an answer after its first, and their verifications, by drafter."""
         counts, lookups = dict[str, list[float]](), {"n-grams": NgramDrafter(), "suffixes": SuffixDrafter()}
-        for method in reversed(self.trained):
+        for method in self.trained:
             accepted, positions = accepted_along(method.drafter, text, self.asked.length, temperature)
             expected = ExpectedCalls.along(accepted, positions)
             counts[method.name] = [int(expected.tokens), round(float(expected.calls), 4)]
             last = Drawn(accepted[0], text["input_ids"][0], self.written.config)
-            lookups["cascade"] = DrafterCascade([SuffixDrafter(), last])
+            lookups.setdefault("cascade", DrafterCascade([SuffixDrafter(), last]))
         return counts | {name: replayed(self.written, drafter, text) for name, drafter in lookups.items()}
 
     def counted(self, method: Method, ids: Tensor, mode: DecodingMode) -> list[float]:

@@ -24,7 +24,8 @@ NAMES = {
     ),
     "transformers.modeling_utils:PreTrainedModel": (
         "_can_set_attn_implementation _can_set_experts_implementation _gradient_checkpointing_func "
-        "_hf_peft_config_loaded _init_weights _is_hf_initialized _is_stateful _keep_in_fp32_modules_strict "
+        "_hf_peft_config_loaded _init_weights _initialize_weights _is_hf_initialized _is_stateful "
+        "_keep_in_fp32_modules_strict "
         "_keys_to_ignore_on_load_unexpected _no_split_modules _set_gradient_checkpointing _skip_keys_device_placement "
         "_supports_attention_backend _supports_flash_attn _supports_flex_attn _supports_sdpa _tied_weights_keys "
         "_tp_size"
@@ -52,6 +53,7 @@ PARAMETERS = {
     "_can_set_attn_implementation": "",
     "_can_set_experts_implementation": "",
     "_init_weights": "module",
+    "_initialize_weights": "module",
     "_set_gradient_checkpointing": "enable",
     "_validate_generation_mode": "generation_mode generation_config generation_mode_kwargs",
     "_valid_auto_compile_criteria": "model_kwargs generation_config",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_modules import ROOT, defaults, gpu, long_answers
+from tests.benchmark_modules import ROOT, defaults, gpu, long_answers, spec_bench
 
 Table = list[list[str]]
 SMOL = {name: ROOT / "model_cards" / "smollm2" / name / "results.json" for name in ("eagle1", "hydra")} | {
@@ -48,6 +48,7 @@ HELD = {
         "rank | tokens per call",
         "constraint | heads",
     ],
+    "docs/drafters.md": ["drafter | prompts", "category | "],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/measuring.md": ["backbone, drafter"],
     "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
@@ -137,6 +138,12 @@ def test_drafters_as_they_come():
     for head, name in ((f"way, {way}", f"defaults_avx2{name}") for way, name in ways.items()):
         found = defaults.summary(read(ROOT / "docs" / "results" / f"{name}.json"))
         assert sorted(table("docs/benchmarks.md", head)) == sorted(found)
+
+
+def test_drafters_along_stored_answers():
+    found = read(ROOT / "docs" / "results" / "spec_bench.json")
+    for head, *rows in (spec_bench.summary(found), spec_bench.by_category(found, "T=1")):
+        assert table("docs/drafters.md", *head) == rows
 
 
 def test_budgets_of_block_trees():

@@ -47,6 +47,9 @@ HELD = {
         "drafter | steps",
         "rank | tokens per call",
         "constraint | heads",
+        "r | window NLL",
+        "n | drafts | head | window NLL",
+        "head | likelihood",
     ],
     "docs/drafters.md": ["drafter | prompts", "category | "],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
@@ -144,6 +147,37 @@ def test_drafters_along_stored_answers():
     found = read(ROOT / "docs" / "results" / "spec_bench.json")
     for head, *rows in (spec_bench.summary(found), spec_bench.by_category(found, "T=1")):
         assert table("docs/drafters.md", *head) == rows
+
+
+def fitted(found: list[dict[str, Any]], **cell: Any) -> tuple[dict[str, float], str]:
+    """Means over the training seeds of a cell of the lexicon, and tokens per call with their deviation."""
+    rows = [row for row in found if row["cell"] == cell]
+    mean = {name: statistics.fmean(row[name] for row in rows) for name in rows[0].keys() - {"cell", "seed"}}
+    assert len({row["seed"] for row in rows}) == len(rows) > 2
+    return mean, f"{mean['decoded']:.2f} ± {statistics.stdev(row['decoded'] for row in rows):.2f}"
+
+
+def test_heads_on_a_lexicon():
+    found, names = (
+        read(ROOT / "docs" / "results" / "lexicon.json"),
+        {"FF": "ff", "CP": "cp", "HMM": "hmm", "BTree": "btree"},
+    )
+
+    def row(**cell: Any) -> list[str]:
+        mean, decoded = fitted(found, **cell)
+        figures = (f"{mean[name]:.2f}" for name in ("nll", "token", "block"))
+        return [*figures, decoded, f"{mean['biased']:.2f}", f"{mean['seconds']:.0f}"]
+
+    for rank, *cells in table("docs/circuits.md", "r", "window NLL"):
+        assert cells == row(head_type="cp", window=8, rank=int(rank))
+    for n, drafts, head, *cells in table("docs/circuits.md", "n", "drafts", "head", "window NLL"):
+        rank = 1 if head == "FF" else 8
+        assert int(drafts) == int(n) - 1 and cells == row(head_type=names[head], window=int(n), rank=rank)
+    for head, *cells in table("docs/circuits.md", "head", "likelihood"):
+        for loss, cell in zip(("likelihood", "kl", "tv", "block"), cells, strict=True):
+            kind = {"head_type": names[head], "window": 8, "rank": 1 if head == "FF" else 4, "loss": loss}
+            mean, decoded = fitted(found, **kind)
+            assert cell == f"{decoded} ({mean['seconds']:.0f} s)"
 
 
 def test_budgets_of_block_trees():

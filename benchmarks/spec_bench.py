@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tokenahead import DrafterCascade, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree, Sequences
+from tokenahead.generation.backbone.wrapped_models import untyped
 from tokenahead.training import regenerate
 from tokenahead.training.evaluation import PromptEncoder
 from tokenahead.training.evaluation.decoding import DecodingMode, Method, methods_of, named_mode
@@ -135,7 +136,7 @@ def replayed(written: Written, drafter: AttachableDrafter, text: dict[str, Tenso
     written.text, count = text["input_ids"][0], text["input_ids"].shape[1] - prompt.shape[1]
     options = {"do_sample": False, "num_assistant_tokens_schedule": "constant", "max_new_tokens": count}
     drafter.attach(written)
-    out: Any = written.generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **options)
+    out = untyped(written).generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **options)
     drafter.detach()
     assert torch.equal(out.sequences[0], written.text)
     return [count - 1, len(out.speculation.rows_accepted[0])]

@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from tokenahead import DrafterCascade, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree, Sequences
 from tokenahead.generation.backbone.wrapped_models import untyped
+from tokenahead.modeling.common.teacher import accepted_along
 from tokenahead.training import regenerate
 from tokenahead.training.evaluation import PromptEncoder
 from tokenahead.training.evaluation.decoding import DecodingMode, Method, methods_of, named_mode
@@ -108,12 +109,12 @@ class DrawnSession(DraftSession):
         return DraftTree.chain(chain[None])
 
 
-def accepted_along(drafter: Any, text: dict[str, Tensor], length: int, temperature: float) -> tuple[Tensor, Tensor]:
+def acceptance_of(drafter: Any, text: dict[str, Tensor], length: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return m_k [1, L, m] behind all positions of a text by block verification or greedily, and where cycles begin."""
     ids, first = text["input_ids"][0], int((text["labels"][0] < 0).sum())
     columns = torch.arange(first - 1, len(ids) - 2)  # whose next token is known, and a further one follows
     ahead = columns[:, None] + 1 + torch.arange(length + 1)  # [N, m + 1]
-    tokens = ids[ahead.clamp(max=len(ids) - 1)]
+    tokens, is_drafted = ids[ahead.clamp(max=len(ids) - 1)], ahead[:, 1:] < len(ids)
     known = drafter.distributions(text, length)
     draft = known.draft(torch.zeros_like(columns), columns, tokens)  # [N, m, V]
     if temperature:
@@ -121,10 +122,9 @@ def accepted_along(drafter: Any, text: dict[str, Tensor], length: int, temperatu
         p = (logits / temperature).log_softmax(-1).gather(-1, ids[first + 1 :, None])[:, 0]
         q = (draft / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0].double()
         p = p[(ahead[:, 1:] - first - 1).clamp(max=len(p) - 1)].double()  # [N, m]
-        shares = (q - p).cumsum(-1).cummin(-1).values.clamp(max=0).exp()
+        shares = accepted_along(q, p, is_drafted)
     else:
-        shares = (draft.argmax(-1) == tokens[:, 1:]).double().cumprod(-1)
-    shares = torch.where(ahead[:, 1:] < len(ids), shares, 0.0)
+        shares = ((draft.argmax(-1) == tokens[:, 1:]) & is_drafted).double().cumprod(-1)
     accepted, positions = torch.zeros(1, len(ids), length).double(), torch.zeros(1, len(ids), dtype=torch.bool)
     accepted[0, columns], positions[0, columns] = shares, True
     return accepted, positions
@@ -195,7 +195,7 @@ class Study:
         """Return the tokens of an answer after its first, and their verifications, by drafter."""
         counts, lookups = dict[str, list[float]](), {"n-grams": NgramDrafter(), "suffixes": SuffixDrafter()}
         for method in self.trained:
-            accepted, positions = accepted_along(method.drafter, text, self.asked.length, temperature)
+            accepted, positions = acceptance_of(method.drafter, text, self.asked.length, temperature)
             expected = ExpectedCalls.along(accepted, positions)
             counts[method.name] = [int(expected.tokens), round(float(expected.calls), 4)]
             last = Drawn(accepted[0], text["input_ids"][0], self.written.config)

@@ -158,10 +158,8 @@ def fitted(found: list[dict[str, Any]], **cell: Any) -> tuple[dict[str, float], 
 
 
 def test_heads_on_a_lexicon():
-    found, names = (
-        read(ROOT / "docs" / "results" / "lexicon.json"),
-        {"FF": "ff", "CP": "cp", "HMM": "hmm", "BTree": "btree"},
-    )
+    found = read(ROOT / "docs" / "results" / "lexicon.json")
+    names = {"FF": "ff", "CP": "cp", "HMM": "hmm", "BTree": "btree"}
 
     def row(**cell: Any) -> list[str]:
         mean, decoded = fitted(found, **cell)

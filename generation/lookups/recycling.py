@@ -16,7 +16,6 @@ from ..backbone.wrapped_models import Kwargs
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
-from ..tensors.masks import cached_arange
 from ..trees.building import choices_from_accuracies, ranked_tree
 from .base import TableDrafter, TableSession
 
@@ -71,7 +70,7 @@ class RecyclingDrafter(TableDrafter):
         return torch.arange(min(self.top_k, vocabulary))
 
     def start(self, options: DraftOptions) -> RecyclingSession:
-        return RecyclingSession(options, self.table_of(options))
+        return RecyclingSession(options, self)
 
 
 @cache
@@ -90,8 +89,9 @@ class RecyclingSession(TableSession):
 
     priors = ((0.4, 0.5),)
 
-    def __init__(self, options: DraftOptions, table: Tensor) -> None:
-        super().__init__(options, table)
+    def __init__(self, options: DraftOptions, drafter: RecyclingDrafter) -> None:
+        super().__init__(options, drafter.table_of(options))
+        self.drafter = drafter
         self._choose(options.draft_tree)
 
     def _choose(self, tree: Kwargs | None) -> None:
@@ -113,7 +113,7 @@ class RecyclingSession(TableSession):
 
     def kinds(self, tokens: Sequences) -> list[int]:
         entries = self.table[tokens.last()]  # [B, k]
-        is_known = (entries != cached_arange(entries.shape[1], entries.device)).any(1)  # by what has been read
+        is_known = (entries != self.drafter.first_entry(len(self.table) - 1).to(entries.device)).any(1)  # [B]
         return [0 if known and not done else -1 for known, done in zip(is_known.tolist(), tokens.done)]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:

@@ -7,7 +7,8 @@ The box's backbone is frozen. It goes on with beginnings of Python's standard li
 starts from the box's FF heads and learns from that text: where text is the target's own, likelihood estimates what
 acceptance needs, and the block loss is exact. `contexts` has leaves that read no, one or three bytes, by likelihood,
 after equal steps; an HMM's transitions read the last byte where its leaves read any. `released` trains the heads of the
-box (three bytes, circuits with small leaves) and Hydra's beside them, by the block loss, for equal processor time. A
+box (three bytes, circuits with small leaves) and Hydra's beside them, by the block loss, for equal processor time.
+`stages` is MtPC's Table 3: `--steps` without draft layers, and then as many more with adapters on 0, 1 and 2 layers. A
 GPU is used where there is one. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes, expected
 along texts that the backbone has drawn behind held-out files; `nll` is the heads' loss per window on them, in nats. The
 command goes on where it ended; tables show means over seeds.
@@ -34,7 +35,7 @@ from tokenahead.training import TrainingStrategy, regenerate
 from tokenahead.training.box import load_box
 from tokenahead.training.utils import replace_file
 
-TABLES = ("contexts", "released")
+TABLES = ("contexts", "released", "stages")
 CIRCUITS = ("cp", "hmm", "btree")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FIGURES = ("steps", "nll", "token", "block")
@@ -43,6 +44,11 @@ FIGURES = ("steps", "nll", "token", "block")
 def cells(table: str) -> Iterator[dict[str, Any]]:
     """Options of heads, and `loss` if it is not likelihood."""
     small = {"rank": 8, "leaf_size": 64}
+    if table == "stages":
+        heads = {"head_type": "ff", "window": 8, "rank": 1}, {"head_type": "btree", "window": 16, "rank": 4}
+        for head, layers in product(heads, ({}, *({"draft_layers": k} for k in range(3)))):
+            yield head | {"context": 0} | layers
+        return
     if table == "released":
         for kind, shape in {"ff": {"rank": 1}, **dict.fromkeys(CIRCUITS, small)}.items():
             moves = {"transition_context": True} if kind == "hmm" else {}
@@ -69,10 +75,14 @@ def own_text(folder: Path, rows: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids if len(row) == 512]
 
 
-def head_of(cell: dict[str, Any]) -> EvaByteForMTPC | MTPHeads:
-    """The box with the head of a cell, which starts from its FF heads; Hydra's are apart from it, and new."""
+def head_of(cell: dict[str, Any], arguments: argparse.Namespace) -> EvaByteForMTPC | MTPHeads:
+    """The box with the head of a cell, which starts from its FF heads, or from the cell without draft layers that was
+    trained before; Hydra's are apart from it, and new."""
+    options = {name: value for name, value in cell.items() if name not in ("loss", "draft_layers")}
+    if "draft_layers" in cell:
+        trained: Any = EvaByteForMTPC.from_pretrained(folder_of(options, arguments)).to(DEVICE)
+        return trained.add_draft_layers(cell["draft_layers"])
     model = load_box("ff")[0].to(DEVICE)
-    options = {name: value for name, value in cell.items() if name != "loss"}
     if cell["head_type"] == "hydra":
         return MTPHeads.from_backbone(model, **options)
     model.set_head(**options)
@@ -82,7 +92,7 @@ def head_of(cell: dict[str, Any]) -> EvaByteForMTPC | MTPHeads:
 def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: argparse.Namespace) -> dict[str, Any]:
     """Train and measure the head of a cell, and keep it."""
     torch.manual_seed(arguments.seed)
-    model = head_of(cell)
+    model = head_of(cell, arguments)
     # where drafts are hopeless the block loss has no gradient
     loss = {"target": "teacher", "divergence": "block", "label_weight": 0.1} if "loss" in cell else {}
     how = {"seed": arguments.seed, "bfloat16": arguments.bfloat16, "rows": arguments.batch}
@@ -90,14 +100,20 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
     begun = time.process_time()
     done = train(model, TrainingStrategy(loss=loss), data, arguments.seconds, 3e-3, steps=steps, **how)
     figures = {"seconds": round(time.process_time() - begun), "steps": done.state.global_step}
-    folder = arguments.out.with_suffix("") / f"{name_of(cell)}-{arguments.seed}"
+    folder = folder_of(cell, arguments)
     model.save_pretrained(folder, remote_code=None)
     stage = f"head-{cell['head_type']}, {cell.get('loss', 'likelihood')} loss on the box's own text"
     line = {"stage": stage, "step": figures["steps"], "seconds": figures["seconds"], "recipe": cell}
     (folder / "log.jsonl").write_text(json.dumps(line) + "\n")
     measures = measured(model, arguments.drawn)
     rules = {rule: round(found.tokens_per_call, 4) for rule, found in measures.calls.items()}
-    return figures | {"nll": round(sum(measures.means()["loss"]), 4)} | rules
+    calls = [round(each, 3) for each in measures.calls["block"].calls.tolist()]
+    return figures | {"nll": round(sum(measures.means()["loss"]), 4)} | rules | {"calls": calls}
+
+
+def folder_of(cell: dict[str, Any], arguments: argparse.Namespace) -> Path:
+    """Return where the trained head of a cell lies."""
+    return arguments.out.with_suffix("") / f"{name_of(cell)}-{arguments.seed}"
 
 
 def name_of(cell: dict[str, Any]) -> str:

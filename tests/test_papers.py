@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_modules import defaults
-from tests.test_tables import BESIDE, ROOT, SMOL, read, tables
+from tests.benchmark_modules import defaults, spec_bench
+from tests.test_tables import BESIDE, ROOT, SMOL, fitted, read, tables
 
 RESULTS = ROOT / "docs" / "results"
 PAPERS = json.loads((RESULTS / "papers.json").read_text(encoding="utf-8"), parse_float=str, parse_int=str)
@@ -81,7 +81,8 @@ def circuits() -> Figures:
     released = listed({kind: box("box_released", head_type=kind.lower()) for kind in KINDS})
     card = {row["name"]: row["speed_ups"] for row in read(ROOT / "model_cards" / "box" / "results.json")["results"]}
     decoded = {kind: card[f"{name}, sampled, T=1"][1] for kind, name in (("FF", "ff"), ("HMM", "hmm 8"))}
-    states = {f"r = {rank}:": box(head_type="hmm", window=8, context=0, rank=rank) for rank in (4, 8)}
+    cells = {rank: {"head_type": "cp", "window": 8, "rank": rank} for rank in (1, 8, 32)}
+    states = {f"r = {r}:": fitted(read(RESULTS / "lexicon.json"), **cell)[1].split()[0] for r, cell in cells.items()}
     runs = {row["rank"]: row for row in read(RESULTS / "heads_by_rank.json")}
     forward = statistics.median(row["forward"] for row in runs.values())
     times = {rank: forward + row["head"] + row["draft"] + row["verify"] for rank, row in runs.items()}
@@ -93,7 +94,7 @@ def circuits() -> Figures:
         of_kinds("2", "accepted", n="16"),
         ours[1],
         released,
-        listed({f"r = {r}:": cited("mtpc", "1", "accepted", r=r) for r in ("8", "32", "128")}),
+        listed({f"r = {r}:": cited("mtpc", "1", "accepted", r=r) for r in ("1", "8", "32", "128")}),
         listed(states),
         listed({f"r = {r}:": cited("mtpc", "1", "latency_s", r=r) for r in ("1", "8", "32", "128")}),
         listed({f"r = {rank}:": f"{times[rank]:.2f}" for rank in (1, 8, 32)}),
@@ -126,6 +127,8 @@ def parallel() -> Figures:
     coupled = {n: listed({"O-PTP": ours(n, "one_hot"), "independent": ours(n, "independent")}) for n in (4, 16)}
     correct = {n: theirs("8", f"N={n}", "row", "O-PTP", "MTP") for n in (4, 16)}
     writers = {"teacher": "Teacher", "student": "Student", "data": "Dataset"}
+    (_, _, *ways), *rows = spec_bench.summary(read(RESULTS / "spec_bench.json"))
+    answered = {row[0]: row[2 + ways.index("T=0.7")] for row in rows}
     return [
         theirs("2", "accepted", "technique", "O-PTP", "independent prediction"),
         coupled[16],
@@ -138,7 +141,7 @@ def parallel() -> Figures:
         listed({text: cited("ptp", "4", "ce", proposal=row) for text, row in writers.items()}),
         None,
         specbench("O-PTP", "EAGLE-2", "Hydra", "EAGLE", "Medusa"),
-        None,
+        listed({name: answered[name].split()[0] for name in ("EAGLE-1", "Hydra")}),
     ]
 
 

@@ -54,7 +54,7 @@ class TrainingStrategy:
             adapters and draft layers.
         drafter_lr_multiplier: The drafter's learning rate, as a multiple of `learning_rate`, which is the backbone's.
         lora_rank: Rank of the backbone's adapters (`train="lora"`); None: 8. If the backbone already carries adapters,
-            these are trained, and other values of the `lora_` fields than theirs are refused.
+            these are trained where they are, and other values than theirs are refused; `lora_targets` is not read.
         lora_alpha: Scale of the adapters times their rank; None: twice the rank.
         lora_dropout: Dropout of the adapters; None: 0.
         lora_targets: Names of modules, or `"all-linear"`; None: queries, keys and values, or all linear modules.
@@ -188,7 +188,8 @@ def _joined(model: Any, strategy: TrainingStrategy) -> JointMTPModel:
     else:
         names = backbone.active_adapters()
         for config in (backbone.peft_config[name] for name in names):
-            for name, theirs in (("lora_rank", config.r), ("lora_alpha", config.lora_alpha)):
+            own = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+            for name, theirs in own.items():
                 if getattr(strategy, name) not in (None, theirs):  # it would be passed over
                     raise ValueError(f"{name}={getattr(strategy, name)}: the adapters of the backbone have {theirs}")
         backbone.set_adapter(names)  # which unfreezes those that were loaded for inference

@@ -1,4 +1,4 @@
-"""`assistant_confidence_threshold`: drafts of heads end where no row is sure, and whoever does not read it says so."""
+"""`assistant_confidence_threshold`: drafts of heads end where no row is sure."""
 
 import pytest
 import torch

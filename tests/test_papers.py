@@ -72,6 +72,7 @@ def of_kinds(name: str, column: str, **where: str) -> str:
 def box(file: str = "box_contexts", **cell: Any) -> str:
     """Mean bytes per call over seeds, block verification."""
     runs = [row for row in read(RESULTS / f"{file}.json") if cell.items() <= row["cell"].items()]
+    assert runs
     return f"{statistics.fmean(row['block'] for row in runs):.3f}"
 
 
@@ -86,7 +87,15 @@ def circuits() -> Figures:
     runs = {row["rank"]: row for row in read(RESULTS / "heads_by_rank.json")}
     forward = statistics.median(row["forward"] for row in runs.values())
     times = {rank: forward + row["head"] + row["draft"] + row["verify"] for rank, row in runs.items()}
-    adapted = {f"k = {k}:": cited("mtpc", "3", "accepted", n="16", model="MtPC-BTree", lora_layers=k) for k in "0124"}
+
+    def stages(kind: str, window: int) -> Figures:
+        theirs = {"n": str(window), "model": f"MtPC-{kind}"}
+        cells = {k: {"head_type": kind.lower(), "window": window, "draft_layers": k} for k in range(3)}
+        return [
+            listed({f"k = {k}:": cited("mtpc", "3", "accepted", lora_layers=k, **theirs) for k in "0124"}),
+            listed({f"k = {k}:": box("box_stages", **cell) for k, cell in cells.items()}),
+        ]
+
     published = "authors_csv_evabyte_sampling_n16"
     return [
         of_kinds("2", "accepted", n="8"),
@@ -98,8 +107,8 @@ def circuits() -> Figures:
         listed(states),
         listed({f"r = {r}:": cited("mtpc", "1", "latency_s", r=r) for r in ("1", "8", "32", "128")}),
         listed({f"r = {rank}:": f"{times[rank]:.2f}" for rank in (1, 8, 32)}),
-        listed(adapted),
-        None,
+        *stages("BTree", 16),
+        *stages("FF", 8),
         of_kinds("2", "speedup", n="8"),
         listed({kind: f"{ratio:.2f}" for kind, ratio in decoded.items()}),
         of_kinds(published, "accepted"),
@@ -216,6 +225,7 @@ def heads() -> Figures:
 
 def eagle() -> Figures:
     trained = {"chains of 3:": "eagle3", "trees of 12:": "eagle3 tree"}
+    hass = read(RESULTS / "hass.json")["seconds"]
     return [
         specbench("EAGLE", "EAGLE-2"),
         rates("eagle1", {"chains of 3:": "eagle1", "trees of 16:": "eagle1 trees"}),
@@ -223,7 +233,7 @@ def eagle() -> Figures:
         None,
         listed({words: f"{bench('eagle3', method)['speed_ups'][1]:.2f}" for words, method in trained.items()}),
         stated("hass", "training cost against EAGLE, n alignment steps"),
-        None,
+        f"{statistics.fmean(hass['HASS']) / statistics.fmean(hass['EAGLE-1']):.1f}",
     ]
 
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.benchmark_modules import ROOT, defaults, gpu, long_answers, spec_bench
+from tokenahead.training.evaluation.drafts import ratio_of_sums
 
 Table = list[list[str]]
 SMOL = {name: ROOT / "model_cards" / "smollm2" / name / "results.json" for name in ("eagle1", "hydra")} | {
@@ -50,16 +53,18 @@ HELD = {
         "r | window NLL",
         "n | drafts | head | window NLL",
         "head | likelihood",
+        "n | drafts | head | forward",
     ],
     "docs/drafters.md": ["drafter | prompts", "category | "],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/measuring.md": ["backbone, drafter"],
     "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
+    "docs/methods/eagle.md": ["learned by"],
     "docs/methods/ptp.md": ["source | two tokens", "N | student"],
     "docs/methods/recycling.md": ["drafter | tokens per call"],
     "docs/online.md": ["steps of the policy", "learning within a text"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
-    "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed"],
+    "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed", "head | draft layers"],
     "docs/training.md": ["trainer | "],
     "docs/trees.md": ["head | chain of 6"],
 }
@@ -149,6 +154,47 @@ def test_drafters_along_stored_answers():
         assert table("docs/drafters.md", *head) == rows
 
 
+def gain(calls: list[list[float]], others: list[list[float]]) -> str:
+    """How much fewer verifications [seeds][texts] the same texts take, in per cent, and its error over both."""
+    ours, theirs = torch.tensor(calls).double(), torch.tensor(others).double()
+    ratio, over_texts = ratio_of_sums(theirs.sum(0), ours.sum(0))
+    over_seeds = float((theirs.sum(1) / ours.sum(1)).std()) / len(ours) ** 0.5
+    return f"{100 * (ratio - 1):+.1f} ± {100 * math.hypot(over_texts or 0.0, over_seeds):.1f} %"
+
+
+def test_gains_are_of_the_same_texts():
+    calls, error = [[9.0, 11.0], [10.0, 10.0]], 100 * math.hypot(0.1, 0.0)
+    assert gain(calls, calls) == "+0.0 ± 0.0 %" and gain(calls, [[10.0, 10.0]] * 2).startswith("+0.0 ± ")
+    assert gain([[10.0, 10.0]] * 2, [[12.0, 10.0]] * 2) == f"+10.0 ± {error:.1f} %"
+
+
+def test_draft_layers_on_the_box():
+    runs = read(ROOT / "docs" / "results" / "box_stages.json")
+
+    def of(head: str, layers: int) -> list[dict[str, Any]]:
+        kind = {"head_type": head.split(",")[0].lower(), "draft_layers": layers}
+        return [run for run in runs if kind.items() <= run["cell"].items()]
+
+    for head, layers, seeds, nats, call, gained, seconds in table("docs/strategies.md", "head", "draft layers"):
+        found, first = of(head, int(layers)), of(head, 0)
+        mean = {name: statistics.fmean(run[name] for run in found) for name in ("nll", "block", "seconds")}
+        expected = [str(len(found)), f"{mean['nll']:.2f}", f"{mean['block']:.3f}", f"{mean['seconds']:.0f}"]
+        assert [seeds, nats, call, seconds] == expected and len(found) == len(first) == 3
+        assert gained == ("" if layers == "0" else gain(*([run["calls"] for run in rows] for rows in (found, first))))
+
+
+def test_hass_beside_eagle_1():
+    found = read(ROOT / "docs" / "results" / "hass.json")
+    calls, tokens = found["verifications"], sum(found["tokens"])
+    rates = {name: f"{tokens * len(rows) / sum(map(sum, rows)):.3f}" for name, rows in calls.items()}
+    expected = [["start", "1", "", rates["start"], "", ""]]
+    for name in ("EAGLE-1", "HASS"):
+        over = gain(calls[name], calls["EAGLE-1"]) if name == "HASS" else ""
+        seconds = f"{statistics.fmean(found['seconds'][name]):.0f}"
+        expected.append([name, "3", seconds, rates[name], gain(calls[name], 3 * calls["start"]), over])
+    assert table("docs/methods/eagle.md", "learned by") == expected
+
+
 def fitted(found: list[dict[str, Any]], **cell: Any) -> tuple[dict[str, float], str]:
     """Means over the training seeds of a cell of the lexicon, and tokens per call with their deviation."""
     rows = [row for row in found if row["cell"] == cell]
@@ -176,6 +222,12 @@ def test_heads_on_a_lexicon():
             kind = {"head_type": names[head], "window": 8, "rank": 1 if head == "FF" else 4, "loss": loss}
             mean, decoded = fitted(found, **kind)
             assert cell == f"{decoded} ({mean['seconds']:.0f} s)"
+    costs = {(run["head_type"], run["window"]): run for run in read(ROOT / "docs" / "results" / "heads.json")}
+    for n, _, head, *cells in table("docs/circuits.md", "n", "drafts", "head", "forward"):
+        run = costs[names[head], int(n)]
+        kept = fitted(found, **{name: run[name] for name in ("head_type", "window", "rank")})[0]["decoded"]
+        parts = [f"{run[part]:.2f}" for part in ("forward", "head", "draft", "verify", "cycle")]
+        assert cells == [*parts, f"{kept:.2f}", *(f"{1000 * each / run['cycle']:.0f}" for each in (kept, int(n)))]
 
 
 def test_budgets_of_block_trees():

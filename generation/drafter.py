@@ -77,7 +77,7 @@ class BaseDrafter:
     head_config: MTPHeadConfig | None = None
     loss_options: LossOptions | None = None
     mtp_loss_weight: float | None = None
-    not_served: str | None = "it is no DeepSeekMTP, MTPHeads or EagleHead, which can be exported"
+    not_served: str | None = "it is no DeepSeekMTP, MTPHeads, EagleHead or BlockDrafter, which can be exported"
     recorder: Recorder | None = None
     own_options: frozenset[str] = frozenset()
     tree_budgets: tuple[int, ...] = ()

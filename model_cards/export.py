@@ -48,6 +48,7 @@ LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
 PROPOSER = "tokenahead.model_cards.vllm.HeadProposer"
 INSTALL = "pip install --no-deps PATH_OR_WHEEL (a clone of this library, or its wheel)"
 _WAS_RUN = "directories of this kind were run in vLLM 0.32.0 on an x86 CPU: greedy text equal, drafts as here"
+_WAS_READ = "the layout follows {}'s loader, which was read and not run"
 _ON_CPUS = f"on CPUs vLLM 0.32 itself answers sampled requests with drafts wrongly; this library mends that: {INSTALL}"
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -137,7 +138,7 @@ def export(
     else:
         command = _vllm(folder, speculative_config=speculative)
     was_run = family.retrofit or (engine == "vllm" and model.config.model_type in MEASURED)
-    checked = _WAS_RUN if was_run else f"the layout follows {engine}'s loader, which was read and not run"
+    checked = _WAS_RUN if was_run else _WAS_READ.format(engine)
     return ExportReport(folder, engine, num_tensors, command, checked, warnings)
 
 
@@ -151,7 +152,8 @@ def _export_drafter(drafter: Any, folder: Path, engine: str) -> ExportReport:
         return ExportReport(folder, engine, num_tensors, command, "SGLang's loader was read and not run")
     if method != "custom_class":
         command = _vllm(backbone, speculative_config={"method": method, "model": str(folder)} | speculative)
-        return ExportReport(folder, engine, num_tensors, command, _WAS_RUN, [_ON_CPUS])
+        checked = _WAS_RUN if method in ("medusa", "eagle", "eagle3") else _WAS_READ.format(engine)
+        return ExportReport(folder, engine, num_tensors, command, checked, [_ON_CPUS])
     speculative = {"method": method, "model": PROPOSER} | speculative
     command = _vllm(backbone, speculative_config=speculative, additional_config={OPTION: str(folder)})
     warnings = [f"install this library in vLLM's environment, whose pin of transformers is older: {INSTALL}"]

@@ -41,6 +41,7 @@ def test_block_drafters(law, method, tmp_path):
     drafter = BlockDrafter.from_backbone(backbone(num_hidden_layers=4), law=law, layers=1)
     report = export(drafter, tmp_path, "vllm")
     assert f'"method": "{method}"' in report.command and '"num_speculative_tokens": 8' in report.command
+    assert report.checked == "the layout follows vllm's loader, which was read and not run"
     assert BlockDrafter.from_pretrained(tmp_path).config.layout == "speculators"
     with pytest.raises(ValueError, match="engine='sglang'"):
         export(drafter, tmp_path / "other", "sglang")

@@ -158,6 +158,12 @@ def mehra(strategy: str, column: str = "410m 2nd") -> str:
     return cited("mehra", "1", column, strategy=strategy)
 
 
+def of_layers(budget: str, name: str) -> str:
+    runs = read(RESULTS / "layer_heads.json")[budget].items()
+    found = [run["expected tokens per call"] for row, run in runs if row.startswith(f"{name}, seed")]
+    return f"{statistics.fmean(found):.3f}"
+
+
 def strategies() -> Figures:
     tuned, implied = read(RESULTS / "fine_tuned.json"), "baseline (tuned base model)"
     theirs, ours = [], []
@@ -178,7 +184,7 @@ def strategies() -> Figures:
         listed({size.upper(): mehra(implied, f"{size} 2nd") for size in ("410m", "1b", "1.4b", "2.8b")}),
         None,
         listed({"heads alone": mehra("heads only"), "joint": mehra("joint, vanilla")}),
-        None,
+        listed({"heads alone": of_layers("10 seconds", "layer"), "joint": of_layers("20 seconds", "layer, lora")}),
         None,
         listed({"next-token": f"{graphs['next-token'][700]:.2f}", "with heads": f"{graphs['mtp'][700]:.2f}"}),
     ]

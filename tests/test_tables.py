@@ -54,17 +54,18 @@ HELD = {
         "n | drafts | head | window NLL",
         "head | likelihood",
         "n | drafts | head | forward",
+        "transitions | contextual",
     ],
     "docs/drafters.md": ["drafter | prompts", "category | "],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/measuring.md": ["backbone, drafter"],
     "docs/methods/block.md": ["law | seeds", "law | steps", "nodes, b included"],
     "docs/methods/eagle.md": ["learned by"],
-    "docs/methods/ptp.md": ["source | two tokens", "N | student"],
+    "docs/methods/ptp.md": ["source | two tokens", "N | student", "student | minutes"],
     "docs/methods/recycling.md": ["drafter | tokens per call"],
     "docs/online.md": ["steps of the policy", "learning within a text"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
-    "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed", "head | draft layers"],
+    "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed", "head | draft layers", "heads | seconds"],
     "docs/training.md": ["trainer | "],
     "docs/trees.md": ["head | chain of 6"],
 }
@@ -195,6 +196,30 @@ def test_hass_beside_eagle_1():
     assert table("docs/methods/eagle.md", "learned by") == expected
 
 
+def test_layer_heads():
+    found = read(ROOT / "docs" / "results" / "layer_heads.json")
+    names = {"frozen backbone": "layer", "LoRA on the backbone": "layer, lora"}
+    for heads, seconds, steps, call, bits in table("docs/strategies.md", "heads", "seconds"):
+        rows = found[f"{seconds} seconds"].items()
+        runs = [run for name, run in rows if name.rsplit(", seed ", 1)[0] == names[heads]]
+        mean = {name: statistics.fmean(run[name] for run in runs) for name in ("steps", "bits per byte of the backbone")}
+        calls = [run["expected tokens per call"] for run in runs]
+        assert call == f"{statistics.fmean(calls):.3f} ({max(calls) - min(calls):.3f})" and len(runs) == 3
+        assert [steps, bits] == [f"{mean['steps']:.0f}", f"{mean['bits per byte of the backbone']:.3f}"]
+
+
+def test_students_of_hard_chains():
+    runs = read(ROOT / "docs" / "results" / "ptp_chain.json")
+    for student, minutes, seeds, steps, *cells in table("docs/methods/ptp.md", "student", "minutes"):
+        found = [run for name, run in runs.items() if name.startswith(f"{student}; ")]
+        told = [f"{found[0]['minutes']:g}", str(found[0]["steps"])] if found[0]["steps"] else ["", ""]
+        assert [minutes, steps, seeds] == [*told, str(len(found))]
+        for rule, cell in zip(("coupled", "block"), cells, strict=True):
+            right = [run[rule] for run in found if rule in run]
+            error = f" ± {statistics.stdev(right) / len(right) ** 0.5:.2f}" if len(right) > 1 else ""
+            assert cell == (f"{statistics.fmean(right):.2f}{error}" if right else "")
+
+
 def fitted(found: list[dict[str, Any]], **cell: Any) -> tuple[dict[str, float], str]:
     """Means over the training seeds of a cell of the lexicon, and tokens per call with their deviation."""
     rows = [row for row in found if row["cell"] == cell]
@@ -222,6 +247,11 @@ def test_heads_on_a_lexicon():
             kind = {"head_type": names[head], "window": 8, "rank": 1 if head == "FF" else 4, "loss": loss}
             mean, decoded = fitted(found, **kind)
             assert cell == f"{decoded} ({mean['seconds']:.0f} s)"
+    for transitions, contextual, *cells in table("docs/circuits.md", "transitions", "contextual"):
+        shape = {"homogeneous": transitions == "one for all steps", "contextual": contextual == "yes"}
+        for bias, cell in zip((0.0, 3.0, None), cells, strict=True):
+            mean, decoded = fitted(found, head_type="hmm", window=8, rank=32, **shape, identity_bias=bias)
+            assert cell == f"{mean['nll']:.2f}, {decoded}"
     costs = {(run["head_type"], run["window"]): run for run in read(ROOT / "docs" / "results" / "heads.json")}
     for n, _, head, *cells in table("docs/circuits.md", "n", "drafts", "head", "forward"):
         run = costs[names[head], int(n)]

@@ -25,8 +25,8 @@ There is no upper pin: a newer version than those in the table is named once (`c
 and tests list the private names that we use (`tests/test_private_apis.py`).
 `setup.cfg` asks for the oldest version on which all of them pass: older ones cost nothing but their row. Tests are
 skipped where transformers refuses the installed peft: 5.24 asks for peft 0.22 in `add_adapter`, and there is no such
-release yet. `train="lora"` works there by peft's own functions; on a backbone that carries adapters already it says by name
-what is needed, and `peft.get_peft_model` works. CI runs all tests with 5.23.0.
+release yet. `train="lora"` works there by peft's own functions; on a backbone that carries adapters already it says by
+name what is needed, and `peft.get_peft_model` works. CI runs all tests with 5.23.0.
 
 | transformers | passed | skipped | failed | errors |
 |---|---|---|---|---|

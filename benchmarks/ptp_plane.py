@@ -44,31 +44,27 @@ Source = tuple[Tensor, Tensor, Tensor, Tensor, Any]
 
 
 class Chain(nn.Module):
-    """A Markov chain with rows of Dirichlet(alpha), which is its own exact teacher."""
+    """A Markov chain with rows of Dirichlet(0.3), which is its own exact teacher."""
 
-    def __init__(self, alpha: float = ALPHA) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        rows = Dirichlet(torch.full((STATES,), alpha, dtype=torch.float64)).sample((STATES,))
+        rows = Dirichlet(torch.full((STATES,), ALPHA, dtype=torch.float64)).sample((STATES,))
         self.rows = nn.Parameter(rows, requires_grad=False)  # [V, V]
-        self.weights = torch.linalg.matrix_power(rows, 4096)[0]  # [V], how often the chain is in each state
 
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=self.rows[input_ids].log())
-
-    def texts(self, count: int, length: int) -> Tensor:
-        """Return states [count, length] of the chain."""
-        columns = [draw(self.weights.expand(count, -1))]
-        while len(columns) < length:
-            columns.append(draw(self.rows[columns[-1]]))
-        return torch.stack(columns, dim=1)
 
 
 def of_chain(seed: int, seconds: float) -> Source:
     """Return a chain behind every state, with its usual state before; the student learns all its weights."""
     torch.manual_seed(seed)
     chain = Chain()
-    rows, weights = chain.rows.data, chain.weights
-    data = [{"input_ids": row, "labels": row} for row in chain.texts(16_384, ROW)]
+    rows = chain.rows.data
+    weights = torch.linalg.matrix_power(rows, 4096)[0]  # how often the chain is in each state
+    columns = [draw(weights.expand(16_384, -1))]
+    while len(columns) < ROW:
+        columns.append(draw(rows[columns[-1]]))
+    data = [{"input_ids": row, "labels": row} for row in torch.stack(columns, dim=1)]
     backbone = llama(96, 4, STATES, intermediate_size=256, num_attention_heads=4, initializer_range=0.1)
     model = PTPForCausalLM.from_backbone(backbone, num_slots=2, lora_rank=4)
     model.train_only("all")

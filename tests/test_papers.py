@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.benchmark_modules import defaults, spec_bench
-from tests.test_tables import BESIDE, ROOT, SMOL, fitted, read, tables
+from tests.test_tables import BESIDE, ROOT, SMOL, fitted, layer_heads, read, tables
 
 RESULTS = ROOT / "docs" / "results"
 PAPERS = json.loads((RESULTS / "papers.json").read_text(encoding="utf-8"), parse_float=str, parse_int=str)
@@ -158,14 +158,10 @@ def mehra(strategy: str, column: str = "410m 2nd") -> str:
     return cited("mehra", "1", column, strategy=strategy)
 
 
-def of_layers(budget: str, name: str) -> str:
-    runs = read(RESULTS / "layer_heads.json")[budget].items()
-    found = [run["expected tokens per call"] for row, run in runs if row.startswith(f"{name}, seed")]
-    return f"{statistics.fmean(found):.3f}"
-
-
 def strategies() -> Figures:
     tuned, implied = read(RESULTS / "fine_tuned.json"), "baseline (tuned base model)"
+    budgets = {"heads alone": (10, "layer"), "joint": (20, "layer, lora")}
+    alone_and_joint = {name: layer_heads(*budget, "expected tokens per call") for name, budget in budgets.items()}
     theirs, ours = [], []
     for name, strategy, kind, source in (
         ("implied", implied, "fine-tuned", "summed out"),
@@ -184,7 +180,7 @@ def strategies() -> Figures:
         listed({size.upper(): mehra(implied, f"{size} 2nd") for size in ("410m", "1b", "1.4b", "2.8b")}),
         None,
         listed({"heads alone": mehra("heads only"), "joint": mehra("joint, vanilla")}),
-        listed({"heads alone": of_layers("10 seconds", "layer"), "joint": of_layers("20 seconds", "layer, lora")}),
+        listed({name: f"{statistics.fmean(calls):.3f}" for name, calls in alone_and_joint.items()}),
         None,
         listed({"next-token": f"{graphs['next-token'][700]:.2f}", "with heads": f"{graphs['mtp'][700]:.2f}"}),
     ]

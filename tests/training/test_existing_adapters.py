@@ -50,7 +50,9 @@ def test_adapters_that_are_there_go_on(fields, adapted, tmp_path):
 
 
 @pytest.mark.by_day("lora_rank-8-3")
-@pytest.mark.parametrize(("field", "value", "there"), [("lora_rank", 8, "3"), ("lora_alpha", 6, "5"), ("lora_dropout", 0.1, "0.0")])
+@pytest.mark.parametrize(
+    ("field", "value", "there"), [("lora_rank", 8, "3"), ("lora_alpha", 6, "5"), ("lora_dropout", 0.1, "0.0")]
+)
 def test_other_adapters_than_those_that_are_there(field, value, there, adapted, tmp_path):
     heads = MTPHeads.from_backbone(adapted, window=3)
     with pytest.raises(ValueError, match=rf"{field}=.*adapters of the backbone have {there}"):

@@ -114,7 +114,7 @@ LAYER = HeadFamilyFacts(
     "Gloeckle et al. 2024, Mehra et al. 2025",
     lambda config: config.first == "backbone",
     "gloeckle2024better",
-    ("first", "mix", "mix_temperature", "mix_init", "backbone_config"),
+    ("first", "init", "mix", "mix_temperature", "mix_init", "backbone_config"),
     attends=lambda config: True,
     apart_only=True,
     loss_weights=lambda window: [1.0] * window,

@@ -20,6 +20,7 @@ CHOICES = {
     "block": ("residual", "ffn"),
     "arch": ("mlp", "prefix-mlp"),
     "first": ("backbone", "own"),
+    "init": ("copied", "random"),
     "mix": ("none", "weighted"),
     "mix_init": ("last", "uniform"),
 }
@@ -77,6 +78,8 @@ class MTPHeadConfig(PreTrainedConfig):
         grounded: Hydra heads read the embeddings of the tokens before theirs; otherwise positions are independent.
         state_offset: Hydra heads read the state so many layers below the last.
         first: Of `"layer"` heads: position 1 is the `"backbone"`'s own, or a head of its `"own"` (Mehra et al.).
+        init: New `"layer"` heads are `"copied"` from the backbone's last layer; at `"random"` (Mehra et al.), only one of
+            position 1 is.
         mix: `"weighted"`: a layer head reads a learned mean of the states of all layers below the last.
         mix_temperature: Of the softmax over these layers.
         mix_init: A new mean starts `"uniform"` (the paper's), or at the `"last"` of these layers.
@@ -125,6 +128,7 @@ class MTPHeadConfig(PreTrainedConfig):
     grounded: bool = True
     state_offset: int = 0
     first: str = "backbone"
+    init: str = "copied"
     mix: str = "none"
     mix_temperature: float | int = 0.1
     mix_init: str = "uniform"
@@ -165,7 +169,7 @@ class MTPHeadConfig(PreTrainedConfig):
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
         if (weights := self.loss_options.weights) is not None and len(weights) != self.window:
             raise ValueError(f"weights={weights} of the loss must have one entry per depth: window={self.window}")
-        for name, value in self._values(SHAPING_OPTIONS).items():
+        for name, value in self._values((*SHAPING_OPTIONS, "init")).items():
             default = self.family.unembedding if name == "unembedding" else vars(MTPHeadConfig)[name]
             if value != default and name not in self.family.options:
                 others = ", ".join(known for known, facts in HEAD_FAMILIES.items() if name in facts.options)

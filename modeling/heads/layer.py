@@ -242,7 +242,8 @@ class LayerHead(nn.Module):
 
     def start_from(self, backbone: BackboneParts) -> None:
         last = cast(nn.ModuleList, backbone.model.get_decoder().layers)[-1]
-        for layer in self.layers.children():
+        copied = len(self.layers) if self.config.init == "copied" else int(self.config.first == "own")
+        for layer in list(self.layers)[:copied]:
             copy_weights(last, layer)
 
 

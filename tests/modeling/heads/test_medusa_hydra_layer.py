@@ -85,6 +85,18 @@ def test_new_layers_start_as_the_last_layer_of_any_family(family):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("first", ["own", "backbone"])
+def test_random_layers_start_apart_but_for_the_next_token(first):
+    base = backbone()
+    layers = MTPHeads.from_backbone(base, window=3, head_type="layer", first=first, init="random").head.layers
+    parts = torch.stack([layer.mlp.up_proj.weight for layer in (*layers, base.model.layers[-1])]).flatten(1)
+    equal = (parts[:, None] == parts[None]).all(-1)
+    want = torch.eye(len(parts), dtype=torch.bool)
+    want[0, -1] = want[-1, 0] = first == "own"
+    assert torch.equal(equal, want)
+    torch.testing.assert_close(parts[1:-1].std(1), torch.full((len(parts) - 2,), 0.02), atol=2e-3, rtol=0)
+
+
 @torch.no_grad()
 def test_padding_changes_no_distribution():
     for kind in KINDS:
@@ -165,6 +177,7 @@ def test_contradictory_options_are_refused_by_name():
     for options, message in [
         ({"head_type": "medusa", "mix": "weighted"}, "mix=weighted"),
         ({"head_type": "layer", "num_blocks": 2}, "num_blocks=.*2"),
+        ({"head_type": "medusa", "init": "random"}, "init=random"),
         ({"head_type": "medusa", "loss_options": {"weights": [1.0]}}, "one entry per depth"),
         ({"head_type": "hydra", "arch": "eagle-attn"}, "arch='eagle-attn'"),
     ]:

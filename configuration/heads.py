@@ -78,8 +78,7 @@ class MTPHeadConfig(PreTrainedConfig):
         grounded: Hydra heads read the embeddings of the tokens before theirs; otherwise positions are independent.
         state_offset: Hydra heads read the state so many layers below the last.
         first: Of `"layer"` heads: position 1 is the `"backbone"`'s own, or a head of its `"own"` (Mehra et al.).
-        init: New `"layer"` heads are `"copied"` from the backbone's last layer; at `"random"` (Mehra et al.), only one of
-            position 1 is.
+        init: New `"layer"` heads are `"copied"` from the backbone's last layer, at `"random"` only that of position 1.
         mix: `"weighted"`: a layer head reads a learned mean of the states of all layers below the last.
         mix_temperature: Of the softmax over these layers.
         mix_init: A new mean starts `"uniform"` (the paper's), or at the `"last"` of these layers.

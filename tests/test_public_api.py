@@ -7,34 +7,13 @@ import tokenahead
 
 
 def test_public_names_are_pinned():
-    assert tokenahead.__all__ == [
-        "AssistantDrafter",
-        "BlockDrafter",
-        "BlockDrafterConfig",
-        "DeepSeekMTP",
-        "DrafterCascade",
-        "EagleHead",
-        "EagleHeadConfig",
-        "EvaByteCache",
-        "EvaByteConfig",
-        "EvaByteForMTPC",
-        "EvaByteModel",
-        "EvaByteTokenizer",
-        "GenerateSpeculativeOutput",
-        "GrammarConstraint",
-        "LookaheadDrafter",
-        "MTPHeadConfig",
-        "MTPHeads",
-        "NgramDrafter",
-        "PTPConfig",
-        "PTPForCausalLM",
-        "PTPStudent",
-        "PTPStudentConfig",
-        "RecyclingDrafter",
-        "Speculation",
-        "SuffixDrafter",
-        "free_buffers",
-    ]
+    names = """
+        AssistantDrafter BlockDrafter BlockDrafterConfig DeepSeekMTP DrafterCascade EagleHead EagleHeadConfig
+        EvaByteCache EvaByteConfig EvaByteForMTPC EvaByteModel EvaByteTokenizer GenerateSpeculativeOutput
+        GrammarConstraint LookaheadDrafter MTPHeadConfig MTPHeads NgramDrafter PTPConfig PTPForCausalLM
+        PTPStudent PTPStudentConfig RecyclingDrafter Speculation SuffixDrafter free_buffers
+    """
+    assert tokenahead.__all__ == names.split()
     assert all(hasattr(tokenahead, name) for name in tokenahead.__all__)
 
 

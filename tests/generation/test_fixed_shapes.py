@@ -8,7 +8,7 @@ import torch
 from transformers import CompileConfig
 
 from tests.backbones import backbone, prompts, train_heads
-from tests.fake_graphs import BlindGraph, FakeGraph
+from tests.fake_graphs import BlindGraph, FakeGraph, Reading
 from tests.models import left_padded
 from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
@@ -226,17 +226,6 @@ def test_faults_leave_no_trace_in_a_replayed_cycle(model, drafter, fake, monkeyp
     fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
     assert torch.equal(fixed.sequences, plain.sequences)
     assert 0 < fixed.speculation.graphs.replayed["cycle"] < fixed.speculation.backbone_calls - 10
-
-
-class Reading(torch.nn.Module):
-    """A layer that reads from the device."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, states):
-        return self.inner(states) if float(states.abs().amax()) >= 0 else states
 
 
 @pytest.mark.by_day("FakeGraph")

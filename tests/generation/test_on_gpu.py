@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.backbones import backbone, prompts, train_eagle, train_heads
+from tests.fake_graphs import Reading
 from tests.models import left_padded, tiny_model
 from tokenahead import MTPHeads, NgramDrafter, SuffixDrafter, free_buffers
 from tokenahead.testing import chi_square
@@ -119,17 +120,6 @@ def test_sampled_texts_have_the_distribution_of_the_model(mode):
         second = model(torch.cat([prompt.expand(len(first), -1), vocabulary], 1)).logits[:, -1].double().softmax(-1)
     cells = drawn[:, 0] * len(first) + drawn[:, 1]  # [N]
     assert chi_square(cells.cpu(), (first[:, None] * second).flatten().cpu()) > 1e-4
-
-
-class Reading(torch.nn.Module):
-    """A layer that reads from the device."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, states):
-        return self.inner(states) if float(states.abs().amax()) >= 0 else states
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 8}], ids=["greedy", "sampled"])

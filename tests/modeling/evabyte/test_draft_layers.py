@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.modeling.heads.test_draft_layers import shaken
 from tests.models import left_padded, tiny_model
 from tests.training.conftest import ragged_rows, trainer_for
 from tokenahead import EvaByteCache, EvaByteForMTPC
@@ -10,14 +11,6 @@ from tokenahead.training import TrainingStrategy
 
 VOCAB = 6  # so small that some drafts of random heads are right
 SMALL = dict(vocab_size=VOCAB, window_size=8, chunk_size=4, num_pred_heads=4, num_hidden_layers=3)
-
-
-def shaken(model, std=0.2):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.draft_layers.parameters():
-            parameter.add_(torch.randn_like(parameter) * std)
-    return model
 
 
 def prompts():

@@ -65,7 +65,6 @@ def train(
     rate: float = 0.0,
     seed: int = 0,
     steps: int | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
     rows: int = ROWS,
     bfloat16: bool = False,
     prints: bool = False,
@@ -89,7 +88,6 @@ def train(
         trainer = make(model, arguments, train_dataset=data)
         if isinstance(data, StatesSource):
             trainer.data_collator = data.collate
-        trainer.optimizer = optimizer
         trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), budget.rate)
         for callback in (budget, *callbacks):
             trainer.add_callback(callback)

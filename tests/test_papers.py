@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.benchmark_modules import defaults, spec_bench
-from tests.test_tables import BESIDE, ROOT, SMOL, fitted, layer_heads, read, tables
+from tests.test_tables import BESIDE, ROOT, SMOL, among_five, bits_of_bytes, fitted, read, tables
 
 RESULTS = ROOT / "docs" / "results"
 PAPERS = json.loads((RESULTS / "papers.json").read_text(encoding="utf-8"), parse_float=str, parse_int=str)
@@ -154,35 +154,41 @@ def parallel() -> Figures:
     ]
 
 
-def mehra(strategy: str, column: str = "410m 2nd") -> str:
-    return cited("mehra", "1", column, strategy=strategy)
+RETROFITTED = {
+    "tuned, summed out": "baseline (tuned base model)",
+    "heads alone": "heads only",
+    "jointly": "joint, vanilla",
+    "jointly, warm-up": "head warmup",
+    "jointly, 4 x rate": "diff. LR",
+    "jointly, warm-up, 4 x rate": "head warmup + diff. LR",
+    "jointly, 4 x rate, weighted states": "diff. LR + WHS",
+}
+"""Rows of docs/results/retrofit.json, and those of the paper."""
 
 
 def strategies() -> Figures:
-    tuned, implied = read(RESULTS / "fine_tuned.json"), "baseline (tuned base model)"
-    budgets = {"heads alone": (10, "layer"), "joint": (20, "layer, lora")}
-    alone_and_joint = {name: layer_heads(*budget, "expected tokens per call") for name, budget in budgets.items()}
-    theirs, ours = [], []
-    for name, strategy, kind, source in (
-        ("implied", implied, "fine-tuned", "summed out"),
-        ("heads", "diff. LR + WHS", "heads", "heads"),
-    ):
-        run = tuned[f"demo-llama, {kind}, 60 steps, seed 0"]
-        depths = (f"{run[f'{source}, top 5, depth {depth}'][0]:.3f}" for depth in (1, 2))
-        theirs.append(f"{name} {mehra(strategy, '410m next')} and {mehra(strategy)}")
-        ours.append(f"{name} {' and '.join(depths)}")
+    def mehra(column: str) -> dict[str, str]:
+        return {ours: cited("mehra", "1", column, strategy=theirs) for ours, theirs in RETROFITTED.items()}
+
+    sizes = {size.upper(): mehra(f"{size} 2nd")["tuned, summed out"] for size in ("410m", "1b", "1.4b", "2.8b")}
+    ours = {name: among_five(name).mean((0, 1)).tolist() for name in RETROFITTED}
+    compared = []
+    for depth, column in enumerate(("410m next", "410m 2nd")):
+        found = {name: f"{shares[depth]:.3f}" for name, shares in ours.items()}
+        compared += ["; ".join(f"{name}: {share}" for name, share in each.items()) for each in (mehra(column), found)]
     graphs = {
-        run["method"]: {step: share for step, share, _ in run["curve"]} for run in read(RESULTS / "star_graph.json")
+        run["method"]: f"{next(share for step, share, _ in run['curve'] if step == 700):.2f}"
+        for run in read(RESULTS / "star_graph.json")
+        if run["seed"] == 0
     }
+    learned = {f"n = {n}:": f"{bits_of_bytes('128 x 6', n).mean():.3f}" for n in (1, 2, 4)}
     return [
-        ", ".join(theirs),
-        ", ".join(ours),
-        listed({size.upper(): mehra(implied, f"{size} 2nd") for size in ("410m", "1b", "1.4b", "2.8b")}),
+        *compared,
+        listed(sizes),
         None,
-        listed({"heads alone": mehra("heads only"), "joint": mehra("joint, vanilla")}),
-        listed({name: f"{statistics.fmean(calls):.3f}" for name, calls in alone_and_joint.items()}),
         None,
-        listed({"next-token": f"{graphs['next-token'][700]:.2f}", "with heads": f"{graphs['mtp'][700]:.2f}"}),
+        listed({"next-token": graphs["next-token"], "with heads": graphs["mtp"]}),
+        listed(learned),
     ]
 
 

@@ -68,9 +68,9 @@ HELD = {
     "docs/strategies.md": [
         "the text's token is",
         "loss | seed",
-        "backbone | seed",
+        "size | n",
         "head | draft layers",
-        "heads | seconds",
+        "model | seeds",
     ],
     "docs/training.md": ["trainer | "],
     "docs/trees.md": ["head | chain of 6"],
@@ -202,19 +202,32 @@ def test_hass_beside_eagle_1():
     assert table("docs/methods/eagle.md", "learned by") == expected
 
 
-def layer_heads(seconds: int, name: str, figure: str) -> list[float]:
-    """A figure of all seeds of heads that are decoder layers."""
-    runs = read(ROOT / "docs" / "results" / "layer_heads.json")[f"{seconds} seconds"].items()
-    return [run[figure] for row, run in runs if row.rsplit(", seed ", 1)[0] == name]
+def retrofitted(cell: str) -> list[dict[str, Any]]:
+    """All seeds of a way to fit layer heads to SmolLM2."""
+    runs = read(ROOT / "docs" / "results" / "retrofit.json").items()
+    return [run for name, run in runs if name.rsplit(", seed ", 1)[0] == cell]
 
 
-def test_layer_heads():
-    names = {"frozen backbone": "layer", "LoRA on the backbone": "layer, lora"}
-    for heads, seconds, *cells in table("docs/strategies.md", "heads", "seconds"):
-        figures = ("steps", "expected tokens per call", "bits per byte of the backbone")
-        steps, calls, bits = (layer_heads(int(seconds), names[heads], figure) for figure in figures)
-        call = f"{statistics.fmean(calls):.3f} ({max(calls) - min(calls):.3f})"
-        assert cells == [f"{statistics.fmean(steps):.0f}", call, f"{statistics.fmean(bits):.3f}"] and len(calls) == 3
+def among_five(cell: str) -> torch.Tensor:
+    """The share of tokens among the first five, [seeds, texts, next and second]."""
+    return torch.tensor([run["top_5"] for run in retrofitted(cell)])
+
+
+def error_of(figures: torch.Tensor, form: str = ".3f") -> str:
+    """A mean and its standard error, of [texts]."""
+    return f"{figures.mean():{form}} ± {figures.std() / len(figures) ** 0.5:.3f}"
+
+
+def test_layer_heads_on_smollm2():
+    rows = table("docs/strategies.md", "model", "seeds")
+    assert {row[0] for row in rows} == {
+        name.rsplit(", seed", 1)[0] for name in read(ROOT / "docs/results/retrofit.json")
+    }
+    for cell, *shown in rows:
+        found, bits = among_five(cell), [run["bits_per_token"] for run in retrofitted(cell)]
+        over = "" if cell == "jointly" else error_of((found - among_five("jointly")).mean(0)[:, 1], "+.3f")
+        figures = [error_of(found.mean(0)[:, depth]) for depth in range(2)]
+        assert shown == [str(len(found)), *figures, over, f"{statistics.fmean(bits):.2f}"]
 
 
 def test_students_of_hard_chains():
@@ -554,20 +567,6 @@ def test_what_smollm2_implies_of_tokens_ahead():
     assert table("docs/strategies.md", "the text's token is") == expected
 
 
-def test_what_a_fine_tuned_backbone_implies_against_heads():
-    expected = []
-    for name, figures in read(ROOT / "docs" / "results" / "fine_tuned.json").items():
-        _, kind, _, seed = (name + ", as it is, 0 steps, seed -").split(", ")[:4]
-        kept = [(m, d) for d in (1, 2) for m in (1, 5)]
-        source = "heads" if kind == "heads" else "summed out"
-        cells = [figures[f"{source}, top {most}, depth {depth}"] for most, depth in kept]
-        shown = [f"{mean:.3f} ± {error:.3f}" for mean, error in cells]
-        names = {"heads": "heads that learned with it", "as it is": "as it is, summed out"}
-        row = [names.get(kind, f"{kind}, summed out"), seed.removeprefix("seed ")]
-        expected.append([*row, f"{figures['bits of a token'][0]:.3f}", *shown])
-    assert table("docs/strategies.md", "backbone", "seed") == expected
-
-
 def test_paths_in_star_graphs():
     shown = tables("docs/strategies.md")
     head, *rows = next(rows for rows in shown if rows[0][:2] == ["loss", "seed"])
@@ -579,6 +578,19 @@ def test_paths_in_star_graphs():
         last = curve[-1][0]
         wanted = (next(share for step, share, _ in reversed(curve) if step <= end) for end in ends if end <= last)
         assert [cell for cell in cells if cell != "-"] == [f"{share:.2f}" for share in wanted]
+
+
+def bits_of_bytes(size: str, window: int) -> torch.Tensor:
+    """Bits per byte of models that learned with heads for a window, [seeds, texts]."""
+    runs = read(ROOT / "docs" / "results" / "joint_bytes.json").items()
+    return torch.tensor([run["bits"] for name, run in runs if name.startswith(f"{size}, n = {window}, ")])
+
+
+def test_bits_of_models_that_learned_with_heads():
+    for size, n, *cells in table("docs/strategies.md", "size", "n"):
+        found, plain = bits_of_bytes(size, int(n)), bits_of_bytes(size, 1)
+        over = "" if n == "1" else error_of((found - plain).mean(1), "+.3f")
+        assert cells == [str(len(found)), error_of(found.mean(0)), over]
 
 
 def test_contexts_on_tokens():

@@ -194,3 +194,14 @@ def blurred(model: PreTrainedModel, noise: float) -> PreTrainedModel:
         for weight in twin.parameters():
             weight.add_(noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
     return twin
+
+
+class Reading(torch.nn.Module):
+    """A layer that reads from the device."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states):
+        return self.inner(states) if float(states.abs().amax()) >= 0 else states

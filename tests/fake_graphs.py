@@ -178,14 +178,3 @@ def _recorded(function: Callable[[], R]) -> tuple[_Calls, R]:
     with _Calls() as recorded, _Reads():
         result = function()
     return recorded, result
-
-
-class Reading(torch.nn.Module):
-    """A layer that reads from the device."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, states):
-        return self.inner(states) if float(states.abs().amax()) >= 0 else states

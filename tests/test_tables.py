@@ -202,20 +202,22 @@ def test_hass_beside_eagle_1():
     assert table("docs/methods/eagle.md", "learned by") == expected
 
 
-def retrofitted(cell: str) -> list[dict[str, Any]]:
-    """All seeds of a way to fit layer heads to SmolLM2."""
-    runs = read(ROOT / "docs" / "results" / "retrofit.json").items()
-    return [run for name, run in runs if name.rsplit(", seed ", 1)[0] == cell]
+def mean_and_error(figures: Any, digits: int = 3, sign: str = "") -> str:
+    """A mean and, of several figures, its standard error."""
+    values = torch.as_tensor(figures, dtype=torch.float64)
+    mean = f"{values.mean():{sign}.{digits}f}"
+    return f"{mean} ± {values.std() / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else mean
+
+
+def seeds_of(name: str, cell: str, figure: str) -> torch.Tensor:
+    """A figure of all seeds of a cell of docs/results/NAME.json, [seeds, ...]."""
+    runs = read(ROOT / "docs" / "results" / f"{name}.json").items()
+    return torch.tensor([run[figure] for row, run in runs if row.rsplit(", seed ", 1)[0] == cell])
 
 
 def among_five(cell: str) -> torch.Tensor:
-    """The share of tokens among the first five, [seeds, texts, next and second]."""
-    return torch.tensor([run["top_5"] for run in retrofitted(cell)])
-
-
-def error_of(figures: torch.Tensor, form: str = ".3f") -> str:
-    """A mean and its standard error, of [texts]."""
-    return f"{figures.mean():{form}} ± {figures.std() / len(figures) ** 0.5:.3f}"
+    """The share of tokens that heads for SmolLM2 have among the first five, [seeds, texts, next and second]."""
+    return seeds_of("retrofit", cell, "top_5")
 
 
 def test_layer_heads_on_smollm2():
@@ -224,10 +226,10 @@ def test_layer_heads_on_smollm2():
         name.rsplit(", seed", 1)[0] for name in read(ROOT / "docs/results/retrofit.json")
     }
     for cell, *shown in rows:
-        found, bits = among_five(cell), [run["bits_per_token"] for run in retrofitted(cell)]
-        over = "" if cell == "jointly" else error_of((found - among_five("jointly")).mean(0)[:, 1], "+.3f")
-        figures = [error_of(found.mean(0)[:, depth]) for depth in range(2)]
-        assert shown == [str(len(found)), *figures, over, f"{statistics.fmean(bits):.2f}"]
+        found, bits = among_five(cell), seeds_of("retrofit", cell, "bits_per_token")
+        over = "" if cell == "jointly" else mean_and_error((found - among_five("jointly")).mean(0)[:, 1], sign="+")
+        figures = [mean_and_error(found.mean(0)[:, depth]) for depth in range(2)]
+        assert shown == [str(len(found)), *figures, over, f"{bits.mean():.2f}"]
 
 
 def test_students_of_hard_chains():
@@ -238,8 +240,7 @@ def test_students_of_hard_chains():
         assert [minutes, steps, seeds] == [*told, str(len(found))]
         for rule, cell in zip(("coupled", "block"), cells, strict=True):
             right = [run[rule] for run in found if rule in run]
-            error = f" ± {statistics.stdev(right) / len(right) ** 0.5:.2f}" if len(right) > 1 else ""
-            assert cell == (f"{statistics.fmean(right):.2f}{error}" if right else "")
+            assert cell == (mean_and_error(right, 2) if right else "")
 
 
 def fitted(found: list[dict[str, Any]], **cell: Any) -> tuple[dict[str, float], str]:
@@ -411,8 +412,7 @@ def test_parallel_prediction_on_text():
         assert len(of) == int(seeds)
         for mode, cell in zip(("coupled", "best of 2", "block"), cells, strict=True):
             values = [found[mode][0] for found in of if mode in found]
-            error = statistics.stdev(values) / len(values) ** 0.5 if values else 0.0
-            assert cell == (f"{statistics.fmean(values):.3f} ± {error:.3f}" if values else "")
+            assert cell == (mean_and_error(values) if values else "")
 
 
 def test_drafters_without_training_on_smollm2():
@@ -552,8 +552,7 @@ def test_the_plane_of_two_uniforms():
         expected.append([source, name])
         for share in ("right", "unlikely"):
             values = [100 * run["pairs"][name][share] for run in found if run["source"] == source]
-            error = statistics.stdev(values) / len(values) ** 0.5
-            expected[-1].append(f"{statistics.fmean(values):.1f} ± {error:.1f} %")
+            expected[-1].append(f"{mean_and_error(values, 1)} %")
     assert table("docs/methods/ptp.md", "source", "two tokens") == expected
 
 
@@ -582,15 +581,14 @@ def test_paths_in_star_graphs():
 
 def bits_of_bytes(size: str, window: int) -> torch.Tensor:
     """Bits per byte of models that learned with heads for a window, [seeds, texts]."""
-    runs = read(ROOT / "docs" / "results" / "joint_bytes.json").items()
-    return torch.tensor([run["bits"] for name, run in runs if name.startswith(f"{size}, n = {window}, ")])
+    return seeds_of("joint_bytes", f"{size}, n = {window}", "bits")
 
 
 def test_bits_of_models_that_learned_with_heads():
     for size, n, *cells in table("docs/strategies.md", "size", "n"):
         found, plain = bits_of_bytes(size, int(n)), bits_of_bytes(size, 1)
-        over = "" if n == "1" else error_of((found - plain).mean(1), "+.3f")
-        assert cells == [str(len(found)), error_of(found.mean(0)), over]
+        over = "" if n == "1" else mean_and_error((found - plain).mean(1), sign="+")
+        assert cells == [str(len(found)), mean_and_error(found.mean(0)), over]
 
 
 def test_contexts_on_tokens():
@@ -624,8 +622,7 @@ def test_contexts_on_the_box():
         plain = found.get(json.dumps(fields | {"context": 0}))
         for key in ("token", "block"):
             values = [row[key] for row in rows]
-            words = f"{statistics.fmean(values):.3f}"
-            words += f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+            words = mean_and_error(values)
             if context and plain:
                 gain = statistics.fmean(values) / statistics.fmean(row[key] for row in plain) - 1
                 words += f" (+{gain:.1%})".replace("%", " %")

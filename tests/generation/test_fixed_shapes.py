@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from tests.backbones import backbone, prompts, train_heads
-from tests.fake_graphs import BlindGraph, FakeGraph, Reading
+from tests.backbones import Reading, backbone, prompts, train_heads
+from tests.fake_graphs import BlindGraph, FakeGraph
 from tests.models import left_padded
 from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.backbones import backbone, prompts, train_eagle, train_heads
-from tests.fake_graphs import Reading
+from tests.backbones import Reading, backbone, prompts, train_eagle, train_heads
 from tests.models import left_padded, tiny_model
 from tokenahead import MTPHeads, NgramDrafter, SuffixDrafter, free_buffers
 from tokenahead.testing import chi_square

@@ -86,11 +86,12 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def resumed(path: Path, names: Iterable[str], measure: Callable[[str], Any]) -> dict[str, Any]:
-    """Measure what a file of results does not hold, write it after each name, and return the file's content."""
+    """Measure what a file of results does not hold, write it after each name, a line each, and return its content."""
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name in names:
         if name not in results:
             results[name] = measure(name)
-            replace_file(path, json.dumps(results, indent=1))
+            rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in results.items())
+            replace_file(path, "{" + ",\n".join(rows) + "}")
             print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
     return results

@@ -9,8 +9,7 @@ The model answers first turns plainly (96 tokens), once greedily and so often at
 - trained drafters: expected verifications, exactly (`tokenahead.training.evaluation.drafts`)
 - n-grams and suffixes: verifications, exactly; their drafts follow from the text, and one that the text does not go on
   with was rejected. A model that writes the answer whatever it is asked (`Written`) counts them
-- suffixes, and the first trained drafter where they are unsure: the same, where the latter's accepted drafts are drawn
-  from their distribution given the answer
+- suffixes, and where unsure the first trained drafter: the same; its accepted drafts are drawn given the answer
 - `--decoded`: what needs the model's logits off the text decodes a few prompts of each category
 
 Lengths are constant, and every drafter knows its prompt alone. A run is a row of the file, which is continued; errors

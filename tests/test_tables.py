@@ -67,7 +67,7 @@ HELD = {
     "docs/rl.md": ["steps of the policy", "answers of the group"],
     "docs/strategies.md": [
         "the text's token is",
-        "loss | seed",
+        "graph | loss",
         "size | n",
         "head | draft layers",
         "model | seeds",
@@ -379,10 +379,7 @@ def test_laws_of_blocks():
         places = [statistics.fmean(run["acceptance"][place - 1] for run in own) for place in (1, 2, 4, 7)]
         assert [float(cell) for cell in shown[:4]] == pytest.approx(places, abs=0.00051)
         for rule, cell in zip(("token", "block", "greedy"), shown[4:], strict=True):
-            calls = [run[rule]["expected_tokens_per_call"] for run in own]
-            values = [statistics.fmean(calls)]
-            values += [statistics.stdev(calls) / len(calls) ** 0.5] if len(own) > 1 else []
-            assert [float(part) for part in cell.split("±")] == pytest.approx(values, abs=0.00051)
+            assert cell == mean_and_error([run[rule]["expected_tokens_per_call"] for run in own])
 
 
 def test_laws_of_blocks_that_learned_longer():
@@ -566,17 +563,19 @@ def test_what_smollm2_implies_of_tokens_ahead():
     assert table("docs/strategies.md", "the text's token is") == expected
 
 
+def paths_found(arms: int, loss: str, step: int) -> list[float]:
+    """Shares of paths that the models of all seeds write after so many steps; a run that finds them all ends early."""
+    runs = [run for run in read(ROOT / "docs/results/star_graph.json") if run["graph"]["arms"] == arms]
+    curves = [run["curve"] for run in runs if run["method"] == loss]
+    return [next(share for at, share, _ in reversed(curve) if at <= step) for curve in curves]
+
+
 def test_paths_in_star_graphs():
-    shown = tables("docs/strategies.md")
-    head, *rows = next(rows for rows in shown if rows[0][:2] == ["loss", "seed"])
-    ends = [int(cell.split()[0]) for cell in head[2:]]
-    runs = {(run["method"], str(run["seed"])): run["curve"] for run in read(ROOT / "docs/results/star_graph.json")}
-    assert {tuple(row[:2]) for row in rows} == set(runs)
-    for method, seed, *cells in rows:
-        curve = runs[method, seed]
-        last = curve[-1][0]
-        wanted = (next(share for step, share, _ in reversed(curve) if step <= end) for end in ends if end <= last)
-        assert [cell for cell in cells if cell != "-"] == [f"{share:.2f}" for share in wanted]
+    rows = table("docs/strategies.md", "graph", "loss", "500 steps", "1000 steps", "1500 steps", "2000 steps")
+    assert len(rows) == 6
+    for graph, loss, *cells in rows:
+        found = [paths_found(int(graph[2]), loss, step) for step in (500, 1000, 1500, 2000)]
+        assert cells == [mean_and_error(shares, 2) for shares in found] and {len(shares) for shares in found} == {3}
 
 
 def bits_of_bytes(size: str, window: int) -> torch.Tensor:

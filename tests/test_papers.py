@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.benchmark_modules import defaults, spec_bench
-from tests.test_tables import BESIDE, ROOT, SMOL, among_five, bits_of_bytes, fitted, paths_found, read, tables
+from tests.test_tables import BESIDE, ROOT, SMOL, among_five, bits_of_bytes, fitted, paths, read, students_of, tables
 
 RESULTS = ROOT / "docs" / "results"
 PAPERS = json.loads((RESULTS / "papers.json").read_text(encoding="utf-8"), parse_float=str, parse_int=str)
@@ -133,6 +133,7 @@ def parallel() -> Figures:
         names = {"O-PTP": one_hot, "independent": independent}
         return listed({ours: cited("ptp", name, column, **{row: theirs}) for ours, theirs in names.items()})
 
+    chains = {kind: students_of(kind, "coupled") for kind in ("C-PTP", "O-PTP", "independent")}
     coupled = {n: listed({"O-PTP": ours(n, "one_hot"), "independent": ours(n, "independent")}) for n in (4, 16)}
     correct = {n: theirs("8", f"N={n}", "row", "O-PTP", "MTP") for n in (4, 16)}
     writers = {"teacher": "Teacher", "student": "Student", "data": "Dataset"}
@@ -143,6 +144,7 @@ def parallel() -> Figures:
         coupled[16],
         "; ".join(f"N = {slots}: {figures}" for slots, figures in correct.items()),
         "; ".join(f"N = {slots}: {figures}" for slots, figures in coupled.items()),
+        "N = 16: " + listed({kind: f"{statistics.fmean(right):.2f}" for kind, right in chains.items()}),
         listed({f"M = {m}:": cited("ptp", "7", f"M={m}", row="correct") for m in (1, 4, 16)}),
         listed({"M = 1:": ours(4, "one_hot"), "M = 2:": ours(4, "one_hot", "best of 2")}),
         theirs("figure_5", "incompatible pairs", "model", "PTP", "independent prediction"),
@@ -150,7 +152,7 @@ def parallel() -> Figures:
         listed({text: cited("ptp", "4", "ce", proposal=row) for text, row in writers.items()}),
         None,
         specbench("O-PTP", "EAGLE-2", "Hydra", "EAGLE", "Medusa"),
-        listed({name: answered[name].split()[0] for name in ("EAGLE-1", "Hydra")}),
+        listed({name: answered[name].split()[0] for name in ("O-PTP", "EAGLE-1", "Hydra")}),
     ]
 
 
@@ -176,7 +178,7 @@ def strategies() -> Figures:
     for depth, column in enumerate(("410m next", "410m 2nd")):
         found = {name: f"{shares[depth]:.3f}" for name, shares in ours.items()}
         compared += ["; ".join(f"{name}: {share}" for name, share in each.items()) for each in (mehra(column), found)]
-    graphs = {name: paths_found(2, loss, 2000) for name, loss in (("next-token", "next-token"), ("with heads", "mtp"))}
+    graphs = {name: paths(2, loss, 2000) for name, loss in (("next-token", "next-token"), ("with heads", "mtp"))}
     learned = {f"n = {n}:": f"{bits_of_bytes('128 x 6', n).mean():.3f}" for n in (1, 2, 4)}
     return [
         *compared,

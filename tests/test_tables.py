@@ -65,13 +65,7 @@ HELD = {
     "docs/methods/recycling.md": ["drafter | tokens per call"],
     "docs/online.md": ["steps of the policy", "learning within a text"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
-    "docs/strategies.md": [
-        "the text's token is",
-        "graph | loss",
-        "size | n",
-        "head | draft layers",
-        "model | seeds",
-    ],
+    "docs/strategies.md": ["the text's token is", "graph | loss", "size | n", "head | draft layers", "model | seeds"],
     "docs/training.md": ["trainer | "],
     "docs/trees.md": ["head | chain of 6"],
 }
@@ -232,15 +226,19 @@ def test_layer_heads_on_smollm2():
         assert shown == [str(len(found)), *figures, over, f"{bits.mean():.2f}"]
 
 
+def students_of(kind: str, figure: str) -> list[float]:
+    """A figure of the students of a kind, one for each chain."""
+    runs = read(ROOT / "docs" / "results" / "ptp_chain.json").items()
+    return [run[figure] for name, run in runs if name.startswith(f"{kind}; ") and figure in run]
+
+
 def test_students_of_hard_chains():
-    runs = read(ROOT / "docs" / "results" / "ptp_chain.json")
     for student, minutes, seeds, steps, *cells in table("docs/methods/ptp.md", "student", "minutes"):
-        found = [run for name, run in runs.items() if name.startswith(f"{student}; ")]
-        told = [f"{found[0]['minutes']:g}", str(found[0]["steps"])] if found[0]["steps"] else ["", ""]
-        assert [minutes, steps, seeds] == [*told, str(len(found))]
-        for rule, cell in zip(("coupled", "block"), cells, strict=True):
-            right = [run[rule] for run in found if rule in run]
-            assert cell == (mean_and_error(right, 2) if right else "")
+        found = {name: students_of(student, name) for name in ("minutes", "steps", "coupled", "block")}
+        told = [f"{found['minutes'][0]:g}", f"{statistics.fmean(found['steps']):.0f}"]
+        assert [minutes, steps] == (["", ""] if student == "independent" else told)
+        assert int(seeds) == len(found["coupled"])
+        assert cells == [mean_and_error(found[rule], 2) if found[rule] else "" for rule in ("coupled", "block")]
 
 
 def fitted(found: list[dict[str, Any]], **cell: Any) -> tuple[dict[str, float], str]:
@@ -563,7 +561,7 @@ def test_what_smollm2_implies_of_tokens_ahead():
     assert table("docs/strategies.md", "the text's token is") == expected
 
 
-def paths_found(arms: int, loss: str, step: int) -> list[float]:
+def paths(arms: int, loss: str, step: int) -> list[float]:
     """Shares of paths that the models of all seeds write after so many steps; a run that finds them all ends early."""
     runs = [run for run in read(ROOT / "docs/results/star_graph.json") if run["graph"]["arms"] == arms]
     curves = [run["curve"] for run in runs if run["method"] == loss]
@@ -574,7 +572,7 @@ def test_paths_in_star_graphs():
     rows = table("docs/strategies.md", "graph", "loss", "500 steps", "1000 steps", "1500 steps", "2000 steps")
     assert len(rows) == 6
     for graph, loss, *cells in rows:
-        found = [paths_found(int(graph[2]), loss, step) for step in (500, 1000, 1500, 2000)]
+        found = [paths(int(graph[2]), loss, step) for step in (500, 1000, 1500, 2000)]
         assert cells == [mean_and_error(shares, 2) for shares in found] and {len(shares) for shares in found} == {3}
 
 

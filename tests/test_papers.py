@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.benchmark_modules import defaults, spec_bench
-from tests.test_tables import BESIDE, ROOT, SMOL, among_five, bits_of_bytes, fitted, paths, read, students_of, tables
+from tests.test_tables import BESIDE, ROOT, SMOL, among_five, bits_of_bytes, fitted, paths, read, seeds_of, tables
 
 RESULTS = ROOT / "docs" / "results"
 PAPERS = json.loads((RESULTS / "papers.json").read_text(encoding="utf-8"), parse_float=str, parse_int=str)
@@ -133,7 +133,7 @@ def parallel() -> Figures:
         names = {"O-PTP": one_hot, "independent": independent}
         return listed({ours: cited("ptp", name, column, **{row: theirs}) for ours, theirs in names.items()})
 
-    chains = {kind: students_of(kind, "coupled") for kind in ("C-PTP", "O-PTP", "independent")}
+    chains = {kind: seeds_of("ptp_chain", kind, "coupled") for kind in ("C-PTP", "O-PTP", "independent")}
     coupled = {n: listed({"O-PTP": ours(n, "one_hot"), "independent": ours(n, "independent")}) for n in (4, 16)}
     correct = {n: theirs("8", f"N={n}", "row", "O-PTP", "MTP") for n in (4, 16)}
     writers = {"teacher": "Teacher", "student": "Student", "data": "Dataset"}
@@ -144,7 +144,7 @@ def parallel() -> Figures:
         coupled[16],
         "; ".join(f"N = {slots}: {figures}" for slots, figures in correct.items()),
         "; ".join(f"N = {slots}: {figures}" for slots, figures in coupled.items()),
-        "N = 16: " + listed({kind: f"{statistics.fmean(right):.2f}" for kind, right in chains.items()}),
+        "N = 16: " + listed({kind: f"{right.mean():.2f}" for kind, right in chains.items()}),
         listed({f"M = {m}:": cited("ptp", "7", f"M={m}", row="correct") for m in (1, 4, 16)}),
         listed({"M = 1:": ours(4, "one_hot"), "M = 2:": ours(4, "one_hot", "best of 2")}),
         theirs("figure_5", "incompatible pairs", "model", "PTP", "independent prediction"),

@@ -204,9 +204,9 @@ def mean_and_error(figures: Any, digits: int = 3, sign: str = "") -> str:
 
 
 def seeds_of(name: str, cell: str, figure: str) -> torch.Tensor:
-    """A figure of all seeds of a cell of docs/results/NAME.json, [seeds, ...]."""
+    """A figure of all seeds of a cell of docs/results/NAME.json that have it, [seeds, ...]."""
     runs = read(ROOT / "docs" / "results" / f"{name}.json").items()
-    return torch.tensor([run[figure] for row, run in runs if row.rsplit(", seed ", 1)[0] == cell])
+    return torch.tensor([run[figure] for row, run in runs if row.rsplit(", seed ", 1)[0] == cell and figure in run])
 
 
 def among_five(cell: str) -> torch.Tensor:
@@ -226,19 +226,13 @@ def test_layer_heads_on_smollm2():
         assert shown == [str(len(found)), *figures, over, f"{bits.mean():.2f}"]
 
 
-def students_of(kind: str, figure: str) -> list[float]:
-    """A figure of the students of a kind, one for each chain."""
-    runs = read(ROOT / "docs" / "results" / "ptp_chain.json").items()
-    return [run[figure] for name, run in runs if name.startswith(f"{kind}; ") and figure in run]
-
-
 def test_students_of_hard_chains():
     for student, minutes, seeds, steps, *cells in table("docs/methods/ptp.md", "student", "minutes"):
-        found = {name: students_of(student, name) for name in ("minutes", "steps", "coupled", "block")}
+        found = {name: seeds_of("ptp_chain", student, name) for name in ("minutes", "steps", "coupled", "block")}
         told = [f"{found['minutes'][0]:g}", f"{statistics.fmean(found['steps']):.0f}"]
         assert [minutes, steps] == (["", ""] if student == "independent" else told)
         assert int(seeds) == len(found["coupled"])
-        assert cells == [mean_and_error(found[rule], 2) if found[rule] else "" for rule in ("coupled", "block")]
+        assert cells == [mean_and_error(found[rule], 2) if len(found[rule]) else "" for rule in ("coupled", "block")]
 
 
 def fitted(found: list[dict[str, Any]], **cell: Any) -> tuple[dict[str, float], str]:
